@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph -> Graph: ATen calls that mean the same become one form, and a few become autoplan's own ops.
+
+- Aliases and copies that change nothing (clone, contiguous, alias, casts to the own dtype) disappear.
+- Every reshape (view, _unsafe_view, flatten, ...) is `aten.reshape.default` with full sizes.
+- `autoplan.dropout`: dropout whose random stream the executor rules.
+- `autoplan.batch_norm`: batch norm with its statistics as outputs, synchronised where the batch is split.
+- `autoplan.cross_entropy_sum` / `_count`: a mean over labels that are not ignored is a sum over a count (DESIGN 8).
+- `autoplan.index`: advanced indexing in which an index is `arange` over a whole dim, so that this dim can be split.
+Ops that nothing uses are dropped. In and out are Graphs; no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
+
+_IDENTITIES = frozenset(
+    {"aten.alias.default", "aten.clone.default", "aten.contiguous.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default",
+     "aten.positive.default", "aten.view_as_real_copy.default"}
+)  # fmt: skip
+_RESHAPES = frozenset(
+    {
+        "aten.view.default",
+        "aten._unsafe_view.default",
+        "aten.reshape.default",
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+        "aten.view_copy.default",
+    }
+)
+_BATCH_NORMS = frozenset(
+    {"aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default", "aten.batch_norm.default",
+     "aten._native_batch_norm_legit.no_stats", "aten.cudnn_batch_norm.default"}
+)  # fmt: skip
+IGNORE_INDEX = -100
+
+
+def canonicalize(graph: Graph) -> Graph:
+    """The same computation in autoplan's canonical ops, without dead ones."""
+    rewriter = _Rewriter(graph)
+    for op in graph.ops:
+        rewriter.visit(op)
+    return rewriter.finish()
+
+
+class _Rewriter:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values: dict[str, Value] = dict(graph.values)
+        self.ops: list[Op] = []
+        self.alias: dict[str, str] = {}  # value -> the value that it equals
+        self.maker: dict[str, Op] = {}  # value -> the rewritten op that makes it
+
+    def meta(self, name: str) -> TensorMeta:
+        return self.values[name].meta
+
+    def emit(self, op: Op) -> None:
+        self.ops.append(op)
+        for name in op.outputs:
+            self.maker[name] = op
+
+    def visit(self, op: Op) -> None:
+        op = _replace(op, inputs=tuple(self.alias.get(n, n) for n in op.inputs))
+        target, arguments = op.target, op.arguments
+        if target in _IDENTITIES or (
+            target == "aten._to_copy.default"
+            and arguments.get("dtype") in (None, self.meta(op.inputs[0]).dtype)
+        ):
+            self.alias[op.outputs[0]] = op.inputs[0]
+        elif target in _RESHAPES:
+            self.reshape(op)
+        elif (
+            target == "aten.expand.default"
+            and self.meta(op.inputs[0]).shape == self.meta(op.outputs[0]).shape
+        ):
+            self.alias[op.outputs[0]] = op.inputs[0]
+        elif target in ("aten.native_dropout.default", "aten.dropout.default"):
+            self.dropout(op)
+        elif target in _BATCH_NORMS:
+            self.batch_norm(op)
+        elif target in (
+            "aten.cross_entropy_loss.default",
+            "aten.nll_loss_nd.default",
+            "aten.nll_loss.default",
+            "aten.nll_loss_forward.default",
+        ):
+            self.cross_entropy(op)
+        elif target == "aten.index.Tensor":
+            self.index(op)
+        else:
+            self.emit(op)
+
+    def reshape(self, op: Op) -> None:
+        shape = self.meta(op.outputs[0]).shape
+        if shape == self.meta(op.inputs[0]).shape:
+            self.alias[op.outputs[0]] = op.inputs[0]
+        else:
+            self.emit(
+                _replace(
+                    op, target="aten.reshape.default", arguments={"self": Ref(0), "shape": shape}
+                )
+            )
+
+    def dropout(self, op: Op) -> None:
+        p = op.arguments.get("p")
+        if not p or not op.arguments.get("train", True):
+            self.alias[op.outputs[0]] = op.inputs[0]
+        else:
+            self.emit(
+                _replace(
+                    op,
+                    target="autoplan.dropout",
+                    arguments={"self": Ref(0), "p": p},
+                    outputs=op.outputs[:1],
+                )
+            )
+
+    def batch_norm(self, op: Op) -> None:
+        """Inputs: input[, weight, bias][, running_mean, running_var]; outputs: output, new running mean, new running var."""
+        given = op.arguments
+        training = bool(
+            given.get(
+                "training",
+                given.get("train", op.target.endswith(("no_stats", "functional.default"))),
+            )
+        )
+        if op.target.endswith("no_training.default"):
+            training = False
+        slots = {
+            key: given.get(key)
+            for key in ("input", "weight", "bias", "running_mean", "running_var")
+        }
+        outputs = (op.outputs[0], *(op.outputs[3:5] if len(op.outputs) == 5 else ("", "")))
+        arguments = {
+            **slots,
+            "training": training,
+            "momentum": given.get("momentum", 0.0),
+            "eps": given.get("eps"),
+        }
+        self.emit(_replace(op, target="autoplan.batch_norm", arguments=arguments, outputs=outputs))
+
+    def cross_entropy(self, op: Op) -> None:
+        """mean -> sum / count; sum -> sum; none stays per element. Label smoothing needs all classes, so it stays inside the sum."""
+        given = op.arguments
+        log_probs = "nll" in op.target  # the input is log-probabilities already
+        reduction = given.get("reduction", 1)
+        arguments: dict[str, object] = {
+            "input": given["self"],
+            "target": given["target"],
+            "weight": given.get("weight"),
+            "ignore_index": given.get("ignore_index", IGNORE_INDEX),
+            "label_smoothing": given.get("label_smoothing", 0.0),
+            "log_probs": log_probs,
+        }
+        if reduction == 0:
+            self.emit(
+                _replace(
+                    op, target="autoplan.cross_entropy", arguments=arguments, outputs=op.outputs[:1]
+                )
+            )
+            return
+        if reduction == 2:
+            self.emit(
+                _replace(
+                    op,
+                    target="autoplan.cross_entropy_sum",
+                    arguments=arguments,
+                    outputs=op.outputs[:1],
+                )
+            )
+            return
+        out = self.values[op.outputs[0]]
+        total = Value(f"{op.name}.sum", out.meta, "activation", out.requires_grad)
+        count = Value(f"{op.name}.count", out.meta, "activation", False)
+        self.values[total.name], self.values[count.name] = total, count
+        slots = [given["target"]] + ([given["weight"]] if given.get("weight") is not None else [])
+        counted = tuple(op.inputs[s.index] for s in slots if isinstance(s, Ref))
+        target_shape = self.meta(counted[0])
+        count_args = {"target": Ref(0), "weight": Ref(1) if len(counted) > 1 else None, "ignore_index": arguments["ignore_index"],
+                      "num_classes": self.meta(op.inputs[0]).shape[1 if len(self.meta(op.inputs[0]).shape) > 1 else 0],
+                      "dtype": out.meta.dtype, "probabilities": target_shape.is_floating}  # fmt: skip
+        self.emit(
+            _replace(
+                op,
+                name=count.name,
+                target="autoplan.cross_entropy_count",
+                inputs=counted,
+                outputs=(count.name,),
+                arguments=count_args,
+            )
+        )
+        self.emit(
+            _replace(
+                op,
+                name=total.name,
+                target="autoplan.cross_entropy_sum",
+                outputs=(total.name,),
+                arguments=arguments,
+            )
+        )
+        divide = {"self": Ref(0), "other": Ref(1)}
+        self.emit(
+            _replace(
+                op,
+                target="aten.div.Tensor",
+                inputs=(total.name, count.name),
+                outputs=op.outputs[:1],
+                arguments=divide,
+            )
+        )
+
+    def index(self, op: Op) -> None:
+        """Marks (source dim, output dim) pairs in which the index runs over the whole source dim in order."""
+        indices = op.arguments["indices"]
+        assert isinstance(indices, tuple), "index.Tensor takes a tuple of indices"
+        source = self.meta(op.inputs[0]).shape
+        tensors = [(dim, ref) for dim, ref in enumerate(indices) if isinstance(ref, Ref)]
+        adjacent = [d for d, _ in tensors] == list(range(tensors[0][0], tensors[-1][0] + 1))
+        rank = max(len(self.meta(op.inputs[ref.index]).shape) for _, ref in tensors)
+        start = tensors[0][0] if adjacent else 0
+        aligned = []
+        for dim, ref in tensors:
+            name = op.inputs[ref.index]
+            at = self.iota_dim(name)
+            if at is not None and self.meta(name).shape[at] == source[dim]:
+                aligned.append((dim, start + at + rank - len(self.meta(name).shape)))
+        arguments = {
+            "self": Ref(0),
+            "indices": indices,
+            "aligned": tuple(aligned),
+            "first": start,
+            "rank": rank,
+        }
+        self.emit(_replace(op, target="autoplan.index", arguments=arguments))
+
+    def iota_dim(self, name: str) -> int | None:
+        """The dim along which the value is 0, 1, 2, ... and constant along the others; None if that is not known."""
+        op = self.maker.get(name)
+        if op is None:
+            return None
+        given = op.arguments
+        if op.target.startswith("aten.arange"):
+            return 0 if given.get("start", 0) == 0 and given.get("step", 1) == 1 else None
+        if op.target in (
+            "aten.unsqueeze.default",
+            "aten._to_copy.default",
+            "aten.expand.default",
+            "aten.reshape.default",
+        ):
+            before = self.iota_dim(op.inputs[0])
+            if before is None:
+                return None
+            size = self.meta(op.inputs[0]).shape[before]
+            places = [d for d, s in enumerate(self.meta(op.outputs[0]).shape) if s == size]
+            if op.target == "aten.unsqueeze.default":
+                at = given["dim"]
+                assert isinstance(at, int), "unsqueeze takes an int"
+                at += len(self.meta(op.outputs[0]).shape) if at < 0 else 0
+                return before + (at <= before)
+            if op.target == "aten.expand.default":
+                return (
+                    before
+                    + len(self.meta(op.outputs[0]).shape)
+                    - len(self.meta(op.inputs[0]).shape)
+                )
+            if op.target == "aten.reshape.default":
+                return (
+                    places[0]
+                    if self.meta(op.inputs[0]).numel == size and len(places) == 1
+                    else None
+                )
+            return before
+        if op.target == "aten.add.Tensor" and len(op.inputs) == 1 and given.get("other") == 0:
+            return self.iota_dim(op.inputs[0])
+        return None
+
+    def finish(self) -> Graph:
+        graph = self.graph
+        outputs = tuple(self.alias.get(o, o) if o else None for o in graph.outputs)
+        loss = self.alias.get(graph.loss, graph.loss) if graph.loss else None
+        updates = {k: self.alias.get(v, v) for k, v in graph.buffer_updates.items()}
+        needed = {name for name in (*outputs, loss, *updates.values()) if name}
+        kept: list[Op] = []
+        for op in reversed(self.ops):
+            if any(name in needed for name in op.outputs):
+                kept.append(
+                    _replace(op, outputs=tuple(n if n in needed else "" for n in op.outputs))
+                )
+                needed.update(op.inputs)
+        kept.reverse()
+        grads = self._requires_grad(kept)
+        inputs = [
+            v
+            for v in self.values.values()
+            if v.kind in ("input", "parameter", "buffer")
+            or (v.kind == "constant" and v.name in needed)
+        ]
+        values = {v.name: v for v in inputs}
+        for op in kept:
+            for name in op.outputs:
+                if name:
+                    v = self.values[name]
+                    values[name] = Value(v.name, v.meta, v.kind, name in grads)
+        return Graph(
+            graph.name,
+            MappingProxyType(values),
+            tuple(kept),
+            graph.inputs,
+            outputs,
+            loss,
+            MappingProxyType(updates),
+            graph.shared,
+        )
+
+    def _requires_grad(self, ops: list[Op]) -> set[str]:
+        grads = {v.name for v in self.values.values() if v.kind == "parameter" and v.requires_grad}
+        for op in ops:
+            if op.target != "aten.detach.default" and any(name in grads for name in op.inputs):
+                grads.update(n for n in op.outputs if n and self.values[n].requires_grad)
+        return grads
+
+
+def _replace(op: Op, **changes: object) -> Op:
+    fields = {
+        slot: getattr(op, slot)
+        for slot in ("name", "target", "inputs", "outputs", "arguments", "module_path", "source")
+    }
+    fields.update(changes)
+    arguments = fields["arguments"]
+    assert isinstance(arguments, Mapping), "arguments are a mapping"
+    fields["arguments"] = MappingProxyType(dict(arguments))
+    return Op(**fields)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters as the user sees them (DTensors under the model's own names) and as the stage's ops use them (local leaves).
+
+A parameter is stored in its plan's spec. Ops see the leaf, in the layout they use: the stored shard itself, or (ZeRO-1 and 2,
+and packed projections) a copy made once per step. Gradients collect on the leaf over all microbatches and are reduced to the
+stored spec once per step; with ZeRO-2 after every microbatch. ZeRO-3 needs nothing here: the leaf is the shard, and the stage
+gathers it where it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoplan.executor.collectives import convert_stored
+from autoplan.executor.meshes import Ranks, to_torch
+from autoplan.placements import Layout, Replicate, ShardingSpec, parse_layout, parse_spec
+from autoplan.plan import ParameterPlan
+
+Tensor = torch.Tensor
+
+
+def own_shard(full: Tensor, spec: ShardingSpec, ranks: Ranks) -> Tensor:
+    """This rank's part of a whole tensor, as a tensor of its own."""
+    whole = ShardingSpec((Replicate(),) * len(spec))
+    part = convert_stored(full, whole, spec, ranks)
+    return part.detach().clone(memory_format=torch.contiguous_format)
+
+
+@dataclass
+class StoredParameter:
+    """One parameter of a stage.
+
+    Attributes:
+        name: The model's own name, the first of a shared group.
+        entry: Its plan.
+        ranks: This process's place.
+        parameter: What optimizers and state dicts see: a DTensor, or a plain tensor on one device.
+        tied_group: Ranks of the other stages that hold a copy, or None.
+    """
+
+    name: str
+    entry: ParameterPlan
+    ranks: Ranks
+    parameter: nn.Parameter
+    tied_group: dist.ProcessGroup | None = None
+    leaf: Tensor = field(init=False)
+    spec: ShardingSpec = field(init=False)
+    used: Layout = field(init=False)
+    _shard_grad: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.spec = parse_spec(self.entry.spec)
+        self.used = parse_layout(self.entry.used)
+        self.leaf = self._make_leaf()
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's stored shard, sharing the parameter's memory."""
+        data = self.parameter.detach()
+        return data.to_local() if isinstance(data, DTensor) else data
+
+    @property
+    def is_copied(self) -> bool:
+        """Ops use a copy in another layout than the stored one."""
+        return self.spec != self.used.value
+
+    def _make_leaf(self) -> Tensor:
+        leaf = convert_stored(self.local, self.spec, self.used.value, self.ranks) if self.is_copied else self.local
+        leaf = leaf.detach().requires_grad_(self.entry.trainable)
+        if self.entry.zero == 2 and self.entry.trainable:
+            leaf.register_post_accumulate_grad_hook(self._reduce_early)
+        return leaf
+
+    def begin_step(self) -> None:
+        """Makes the leaf current: the copy follows the stored shard, which an optimizer may have changed."""
+        if self.is_copied:
+            with torch.no_grad():
+                self.leaf = self._make_leaf()
+        elif self.leaf.data_ptr() != self.local.data_ptr():
+            self.leaf = self._make_leaf()
+
+    def _reduce_early(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None, "the hook runs after a gradient"
+        part = self._reduced(leaf.grad)
+        self._shard_grad = part if self._shard_grad is None else self._shard_grad + part
+        leaf.grad = None
+
+    def _reduced(self, grad: Tensor) -> Tensor:
+        return convert_stored(grad, self.used.grad, self.spec, self.ranks)
+
+    def end_step(self) -> None:
+        """Adds the step's gradient, reduced to the stored spec and over tied copies, to the parameter's `grad`."""
+        grad = self._shard_grad if self._shard_grad is not None else (self._reduced(self.leaf.grad) if self.leaf.grad is not None else None)
+        self.leaf.grad, self._shard_grad = None, None
+        if self.tied_group is not None and self.entry.trainable:
+            grad = torch.zeros_like(self.local) if grad is None else grad.clone()
+            dist.all_reduce(grad, group=self.tied_group)
+        if grad is None:
+            return
+        if isinstance(self.parameter, DTensor):
+            grad = as_dtensor(grad.contiguous(), self.entry.shape, self.spec, self.ranks)
+        self.parameter.grad = grad if self.parameter.grad is None else self.parameter.grad + grad
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks of the whole launch hold the same elements as this one."""
+        copies = len(self.entry.stages)
+        for placement, size in zip(self.spec, self.ranks.axis_sizes):
+            copies *= size if isinstance(placement, Replicate) else 1
+        return copies
+
+
+def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: ShardingSpec, ranks: Ranks) -> DTensor:
+    """A local shard as a DTensor of global `shape` on the stage's mesh."""
+    stride = torch.empty(shape, device="meta").stride()
+    result: DTensor = DTensor.from_local(local, ranks.stage_mesh, to_torch(spec), run_check=False, shape=torch.Size(shape), stride=stride)
+    return result
+
+
+def make_parameter(name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks) -> StoredParameter:
+    """The stored form of one of the model's parameters; from a meta tensor the shard is left for loading."""
+    spec = parse_spec(entry.spec)
+    dtype = getattr(torch, entry.dtype)
+    with torch.no_grad():
+        if source.is_meta:
+            local = torch.empty(spec.local_shape(entry.shape, ranks.axis_sizes), dtype=dtype, device=ranks.device)
+        else:
+            local = own_shard(source.detach(), spec, ranks).to(device=ranks.device, dtype=dtype)
+        data: Tensor = local if ranks.mesh is None else as_dtensor(local, entry.shape, spec, ranks)
+    return StoredParameter(name, entry, ranks, nn.Parameter(data, requires_grad=entry.trainable))

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of a plan as a module of local ops and explicit collectives.
+
+`build_stage` cuts the captured graph as the plan says and rewrites this rank's stage into three `torch.fx` modules: the
+prologue (what the whole batch needs once), the training body (one microbatch to boundary tensors and loss) and the full body
+(one microbatch to the model's outputs). Their printed code shows every collective by name. Values travel in the layout that
+their producer gives; a use in another layout is one `Conversion` node, shared by all uses in that layout.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoplan.errors import PlanError
+from autoplan.executor.collectives import Conversion, Regather
+from autoplan.executor.local_ops import LocalOp, Moment, local_call
+from autoplan.executor.meshes import Ranks
+from autoplan.graph import Graph, Op, Ref, TensorMeta
+from autoplan.placements import Layout, R, ShardingSpec, parse_layout
+from autoplan.plan import Plan
+from autoplan.sharding.batch import Batch, cut_batch, find_batch
+from autoplan.sharding.cutting import StageCut, cut_stages, free_ops
+from autoplan.sharding.rules import find_rule, kept_whole
+from autoplan.sharding.strategies import without_gradient
+
+Tensor = torch.Tensor
+MOMENT = "moment"
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A value that a body returns.
+
+    Attributes:
+        name: The value.
+        layout: The layout it is returned in.
+        over_time: "S" (rows of one microbatch), "R" or "P" (see `sharding/batch.py`).
+        dim, blocks: Where its rows lie, for "S".
+    """
+
+    name: str
+    layout: Layout
+    over_time: str
+    dim: int = 0
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Body:
+    """A rewritten piece of a stage.
+
+    Attributes:
+        module: Takes the fed values in order, gives a tuple of the returned ones.
+        feeds: Names of the fed values; MOMENT first.
+        returns: What comes out.
+    """
+
+    module: fx.GraphModule
+    feeds: tuple[str, ...]
+    returns: tuple[Returned, ...]
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """All that one rank runs of a plan.
+
+    Attributes:
+        cut: The stage's ops and boundaries.
+        prologue: Runs once per step, or None.
+        training: Boundary tensors to the next stage, the loss if it is made here, buffer updates.
+        full: Boundary tensors to the next stage, and the model outputs that are made here.
+        receives: Boundary values with the local meta of one microbatch, in order.
+        sends: The same towards the next stage.
+        regather: Saved-tensor hooks for gathered parameters, or None when nothing is gathered.
+    """
+
+    cut: StageCut
+    prologue: Body | None
+    training: Body
+    full: Body
+    receives: tuple[tuple[str, TensorMeta, bool], ...]
+    sends: tuple[tuple[str, TensorMeta, bool], ...]
+    regather: Regather | None
+
+
+def _from_parameters(graph: Graph, cut: StageCut) -> frozenset[str]:
+    """Values that parameters alone decide: what a gather of them gives can be had again at any time."""
+    found = {n for n in cut.values if graph.values[n].kind == "parameter"}
+    for op in cut.ops:
+        if op.inputs and all(n in found for n in op.inputs):
+            found.update(n for n in op.outputs if n)
+    return frozenset(found)
+
+
+def build_stage(graph: Graph, plan: Plan, ranks: Ranks) -> StageProgram:
+    """This rank's program.
+
+    Args:
+        graph: The captured graph; the plan's fingerprint has been checked against it.
+        plan: The plan.
+        ranks: This process's place.
+
+    Raises:
+        PlanError: The plan does not fit the graph.
+    """
+    rules = {op.name: find_rule(op, graph) or kept_whole(op, graph) for op in graph.ops}
+    batch = find_batch(graph, rules)
+    try:
+        cut_graph = cut_batch(graph, batch, plan.schedule.num_microbatches)
+        stages = cut_stages(cut_graph, [(s.first_op, s.last_op) for s in plan.stages])
+    except ValueError as error:
+        raise PlanError(f"the plan does not fit the model: {error}. Plan again.") from error
+    return _StageBuilder(graph, cut_graph, batch, plan, ranks, stages).build()
+
+
+class _StageBuilder:
+    def __init__(self, graph: Graph, cut_graph: Graph, batch: Batch, plan: Plan, ranks: Ranks, stages: tuple[StageCut, ...]) -> None:
+        self.graph, self.cut_graph, self.batch, self.plan, self.ranks = graph, cut_graph, batch, plan, ranks
+        self.stage_plan = plan.stages[ranks.stage]
+        self.cut = stages[ranks.stage]
+        self.next_cut = plan.stages[ranks.stage + 1] if ranks.stage + 1 < len(plan.stages) else None
+        self.is_cut = plan.schedule.num_microbatches > 1
+        self.made: dict[str, Layout] = {}
+        self.regather, self.has_regather = Regather(), False
+        self.from_parameters = _from_parameters(cut_graph, self.cut)
+        self.numbers = {op.name: i for i, op in enumerate(graph.ops)}
+        self._note_layouts()
+
+    # -- layouts --------------------------------------------------------------------------------------------------
+
+    def _note_layouts(self) -> None:
+        whole = ShardingSpec((R, R))
+        for name in self.cut.values:
+            entry = self.plan.parameters.get(name)
+            self.made[name] = parse_layout(entry.used) if entry else Layout(whole, whole)
+        for tensor in self.stage_plan.receives:
+            self.made[tensor.name] = parse_layout(tensor.layout)
+        for op in self.cut.ops:
+            for name, layout in zip(op.outputs, self.strategy(op)[1]):
+                if name:
+                    self.made[name] = layout
+
+    def strategy(self, op: Op) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """The op's input and output layouts in the plan."""
+        index = self.plan.op_strategies.get(op.name)
+        if index is None:
+            raise PlanError(f"the plan has no strategy for op {op.name} ({op.target}). It was made for another model: plan again.")
+        chosen = self.plan.strategies[index]
+        return tuple(map(parse_layout, chosen.inputs)), tuple(map(parse_layout, chosen.outputs))
+
+    def local_meta(self, name: str, layout: Layout) -> TensorMeta:
+        meta = self.cut_graph.values[name].meta
+        return TensorMeta(layout.value.local_shape(meta.shape, self.ranks.axis_sizes), meta.dtype)
+
+    def local_op(self, op: Op) -> LocalOp:
+        inputs, outputs = self.strategy(op)
+        original = self.graph.values
+        return LocalOp(
+            op=op,
+            inputs=inputs,
+            outputs=outputs,
+            global_inputs=tuple(original[n.removesuffix("@rows")].meta for n in op.inputs),
+            global_outputs=tuple(original[n.removesuffix("@rows")].meta if n else None for n in op.outputs),
+            local_inputs=tuple(self.local_meta(n, layout) for n, layout in zip(op.inputs, inputs)),
+            local_outputs=tuple(self.local_meta(n, layout) if n else None for n, layout in zip(op.outputs, outputs)),
+            index=self.numbers.get(op.name, len(self.numbers)),
+            over_time=any(self.batch.over_time.get(n) == "S" for n in op.outputs if n),
+        )
+
+    # -- programs -------------------------------------------------------------------------------------------------
+
+    def build(self) -> StageProgram:
+        sends = [Returned(n, layout, "S") for n, layout in self._sent()]
+        here = self._made_here()
+        graph = self.graph
+        loss = [self._returned(graph.loss, whole=False)] if graph.loss in here else []
+        updates = [self._returned(n, whole=True) for n in dict.fromkeys(graph.buffer_updates.values()) if n in here]
+        outputs = [self._returned(n, whole=True) for n in dict.fromkeys(self.cut_graph.outputs) if n in here and n not in {s.name for s in sends}]
+        outputs += [self._returned(n, whole=True) for n in dict.fromkeys(self.cut_graph.outputs) if n in here and n in {s.name for s in sends}]
+        prologue_names = self.batch.prologue if self.is_cut else frozenset()
+        body_ops = [op for op in self.cut.ops if op.name not in prologue_names]
+        prologue = self._prologue([op for op in self.cut.ops if op.name in prologue_names], body_ops, [*loss, *updates, *outputs])
+        training = self._body(body_ops, [*sends, *loss, *updates], recompute=True)
+        return StageProgram(
+            self.cut,
+            prologue,
+            training,
+            self._body(body_ops, [*sends, *outputs], recompute=False),
+            tuple((t.name, self.local_meta(t.name, self.made[t.name]), self._carries(t.name)) for t in self.stage_plan.receives),
+            tuple((r.name, self.local_meta(r.name, r.layout), self._carries(r.name)) for r in sends),
+            self.regather if self.has_regather else None,
+        )
+
+    def _sent(self) -> list[tuple[str, Layout]]:
+        if self.next_cut is None:
+            return []
+        return [(t.name, parse_layout(t.layout)) for t in self.next_cut.receives]
+
+    def _made_here(self) -> set[str]:
+        """Values whose op is this stage's own; those of free ops and leaves count for the last stage."""
+        last = self.ranks.stage == len(self.plan.stages) - 1
+        received = {t.name for t in self.stage_plan.receives}
+        chain = {n for op in self.cut.ops for n in op.outputs if n} - received
+        free = free_ops(self.cut_graph)
+        own = {n for op in self.cut.ops if op.name not in free for n in op.outputs if n}
+        return chain | set(self.cut.values) if last else own & chain
+
+    def _returned(self, name: str | None, *, whole: bool) -> Returned:
+        assert name is not None, "only values that exist are returned"
+        layout = self.made[name]
+        if whole:
+            spec = ShardingSpec((R,) * len(layout.value))
+            layout = Layout(spec, spec)
+        base = name.removesuffix("@rows")
+        state = "S" if name != base else self.batch.over_time[base]
+        dim, blocks = self.batch.positions.get(base, (0, 1))
+        return Returned(name, layout, state, dim, blocks)
+
+    def _carries(self, name: str) -> bool:
+        return self.cut_graph.values[name].requires_grad
+
+    def _prologue(self, ops: list[Op], body_ops: list[Op], returned: list[Returned]) -> Body | None:
+        if not ops:
+            return None
+        made = {n for op in ops for n in op.outputs if n}
+        used = {n for op in body_ops for n in op.inputs} | {r.name for r in returned}
+        wanted = [self._as_made(n) for n in sorted(made & used)]
+        return self._body(ops, wanted, recompute=False) if wanted else None
+
+    def _as_made(self, name: str) -> Returned:
+        return Returned(name, self.made[name], "R")
+
+    def _body(self, ops: list[Op], returns: Sequence[Returned], *, recompute: bool) -> Body:
+        needed = _needed(ops, [r.name for r in returns])
+        root = nn.Module()
+        scope = _Scope(self, root)
+        segments = self._segments(needed) if recompute else [(None, needed)]
+        made_inside = {n for op in needed for n in op.outputs if n}
+        feeds = [n for n in dict.fromkeys(n for op in needed for n in op.inputs) if n not in made_inside]
+        feeds += [r.name for r in returns if r.name not in made_inside and r.name not in feeds]
+        for name in feeds:
+            scope.feed(name)
+        for number, (label, segment) in enumerate(segments):
+            if label is None:
+                for op in segment:
+                    scope.emit(op)
+            else:
+                later = [op for _, part in segments[number + 1 :] for op in part]
+                scope.emit_recomputed(label, segment, {n for op in later for n in op.inputs} | {r.name for r in returns})
+        scope.graph.output(tuple(scope.in_layout(r.name, r.layout) for r in returns))
+        module = fx.GraphModule(root, scope.graph, class_name=f"Stage{self.ranks.stage}")
+        return Body(module, (MOMENT, *feeds), tuple(returns))
+
+    def _segments(self, ops: list[Op]) -> list[tuple[str | None, list[Op]]]:
+        """Ops in order, those of a recomputed layer together."""
+        labels = self.stage_plan.recompute
+        if not labels:
+            return [(None, ops)]
+        label_of = {op.name: _label(op, labels) for op in ops}
+        users: dict[str, set[str | None]] = {}
+        for op in reversed(ops):  # a free op joins the layer that alone uses it
+            mine = {label for n in op.outputs if n for label in users.get(n, {None})}
+            if label_of[op.name] is None and len(mine) == 1 and None not in mine and not op.module_path:
+                label_of[op.name] = next(iter(mine))
+            for name in op.inputs:
+                users.setdefault(name, set()).add(label_of[op.name])
+        return _grouped(ops, label_of)
+
+
+def _label(op: Op, labels: Iterable[str]) -> str | None:
+    return next((x for x in labels if op.module_path == x or op.module_path.startswith(f"{x}.")), None)
+
+
+def _grouped(ops: list[Op], label_of: Mapping[str, str | None]) -> list[tuple[str | None, list[Op]]]:
+    """Each label's ops at the place of its first one, if nothing outside that they need comes after it."""
+    order: list[tuple[str | None, list[Op]]] = []
+    place: dict[str, int] = {}
+    for op in ops:
+        label = label_of[op.name]
+        if label is not None and label in place:
+            order[place[label]][1].append(op)
+        elif label is None and order and order[-1][0] is None:
+            order[-1][1].append(op)
+        else:
+            if label is not None:
+                place[label] = len(order)
+            order.append((label, [op]))
+    made: set[str] = set()
+    inside = {n for op in ops for n in op.outputs if n}
+    result: list[tuple[str | None, list[Op]]] = []
+    for label, group in _hoisted(order, label_of):
+        for op in group:
+            assert all(n in made or n not in inside for n in op.inputs), f"{op.name} runs before its inputs"
+            made.update(n for n in op.outputs if n)
+        result.append((label, group))
+    return result
+
+
+def _hoisted(order: list[tuple[str | None, list[Op]]], label_of: Mapping[str, str | None]) -> list[tuple[str | None, list[Op]]]:
+    """Unlabelled ops that a labelled group before them needs move in front of that group."""
+    ops = [op for _, group in order for op in group]
+    maker = {n: op for op in ops for n in op.outputs if n}
+    emitted: set[str] = set()
+    result: list[tuple[str | None, list[Op]]] = []
+
+    def require(op: Op) -> None:
+        for name in op.inputs:
+            before = maker.get(name)
+            if before is not None and before.name not in emitted and label_of[before.name] is None:
+                require(before)
+                emitted.add(before.name)
+                result.append((None, [before]))
+
+    for label, group in order:
+        for op in group:
+            require(op)
+        fresh = [op for op in group if op.name not in emitted]
+        emitted.update(op.name for op in fresh)
+        if fresh:
+            result.append((label, fresh))
+    return result
+
+
+def _needed(ops: list[Op], wanted: Iterable[str]) -> list[Op]:
+    needed = set(wanted)
+    kept = []
+    for op in reversed(ops):
+        if any(n in needed for n in op.outputs if n):
+            kept.append(op)
+            needed.update(op.inputs)
+    return kept[::-1]
+
+
+class _Recomputed(nn.Module):
+    """A layer whose activations are made again in backward."""
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, moment: Moment, *inputs: Tensor) -> object:
+        if not torch.is_grad_enabled():
+            return self.body(moment, *inputs)
+        return checkpoint(self.body, moment, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Scope:
+    """One fx graph being written: values by name, in the layout they were made in, and their conversions."""
+
+    def __init__(self, builder: _StageBuilder, root: nn.Module) -> None:
+        self.builder, self.root = builder, root
+        self.graph = fx.Graph()
+        self.moment = self.graph.placeholder(MOMENT)
+        self.nodes: dict[str, fx.Node] = {}
+        self.converted: dict[tuple[str, Layout], fx.Node] = {}
+        self.module_names: dict[str, int] = {}
+
+    def feed(self, name: str) -> None:
+        self.nodes[name] = self.graph.placeholder(_identifier(name))
+
+    def module(self, name: str, module: nn.Module) -> str:
+        count = self.module_names[name] = self.module_names.get(name, 0) + 1
+        unique = name if count == 1 else f"{name}_{count}"
+        self.root.add_module(unique, module)
+        return unique
+
+    def in_layout(self, name: str, layout: Layout) -> fx.Node:
+        """The value in this layout: as made, or through one conversion shared by all who want the same."""
+        made = self.builder.made[name]
+        carries = self.builder._carries(name)
+        if not carries:
+            layout = Layout(layout.value, without_gradient(layout.value))
+        key = (name, layout)
+        if made == layout or (not carries and made.value == layout.value):
+            return self.nodes[name]
+        if key not in self.converted:
+            conversion = Conversion(made, layout, self.builder.ranks, carries_gradient=carries)
+            if conversion.is_nothing:
+                return self.nodes[name]
+            if conversion.is_gather and name in self.builder.from_parameters:
+                conversion.regather = self.builder.regather
+                self.builder.has_regather = True
+            unique = self.module(conversion.describe(), conversion)
+            self.converted[key] = self.graph.call_module(unique, (self.nodes[name],))
+        return self.converted[key]
+
+    def emit(self, op: Op) -> None:
+        local = self.builder.local_op(op)
+        call = local_call(local, self.builder.ranks)
+        inputs = [self.in_layout(n, layout) for n, layout in zip(op.inputs, local.inputs)]
+
+        def fill(argument: object) -> object:
+            if isinstance(argument, Ref):
+                return inputs[argument.index]
+            return [fill(a) for a in argument] if isinstance(argument, list | tuple) else argument
+
+        args = tuple(fill(a) for a in call.args)
+        kwargs = {k: fill(v) for k, v in call.kwargs.items()}
+        if call.needs_moment:
+            args = (self.moment, *args)
+        if isinstance(call.function, nn.Module):
+            name = self.module(_identifier(op.name), call.function)
+            node = self.graph.call_module(name, args, kwargs)  # type: ignore[arg-type]
+        else:
+            node = self.graph.call_function(call.function, args, kwargs)  # type: ignore[arg-type]
+        self.bind(op, node, call.function)
+
+    def bind(self, op: Op, node: fx.Node, function: object) -> None:
+        several = len(op.outputs) > 1
+        if isinstance(function, torch._ops.OpOverload):
+            several = several or "[]" in str(function._schema.returns[0].type)
+        for i, name in enumerate(op.outputs):
+            if name:
+                self.nodes[name] = self.graph.call_function(operator.getitem, (node, i)) if several else node
+
+    def emit_recomputed(self, label: str, ops: list[Op], used_later: set[str]) -> None:
+        """A layer as a module of its own, run under recomputation."""
+        made = [n for op in ops for n in op.outputs if n]
+        feeds = [n for n in dict.fromkeys(n for op in ops for n in op.inputs) if n not in made]
+        results = [n for n in made if n in used_later]
+        root = nn.Module()
+        inner = _Scope(self.builder, root)
+        for name in feeds:
+            inner.feed(name)
+        for op in ops:
+            inner.emit(op)
+        inner.graph.output(tuple(inner.nodes[n] for n in results))
+        module = _Recomputed(fx.GraphModule(root, inner.graph, class_name="RecomputedLayer"))
+        node = self.graph.call_module(self.module(_identifier(label), module), (self.moment, *(self.nodes[n] for n in feeds)))
+        for i, name in enumerate(results):
+            self.nodes[name] = self.graph.call_function(operator.getitem, (node, i))
+
+
+def _identifier(name: str) -> str:
+    text = "".join(c if c.isalnum() else "_" for c in name)
+    return text if text[:1].isalpha() else f"v_{text}"

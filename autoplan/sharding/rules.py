@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One dimension rule per op: the table. Legality only; a rule knows no seconds.
+
+A rule names the dims of an op's tensors in einsum letters: dims with the same letter belong together, so a mesh axis may be
+assigned one letter, and every layout of the op follows (DESIGN 2; `strategies.py`). Marks in the table:
+
+    k       a letter, used in order            x*      any number of leading dims, the same ones in every operand
+    k^      never split                        n?      an operand that may be absent
+    additive(i)    operand i is a summand of the contraction (a bias): it is taken once, not once per part
+    linear(i j)    a Partial in operands i and j together passes through
+    completes(c)   the op's local form itself finishes the reduction over c, with a collective of its own
+
+A dim may be a product of factors, left to right, as in a reshape: `(b s) -> b s`. Splitting a factor that is not leftmost
+is a split in blocks (`placements.Shard.blocks`). Ops whose factors depend on their arguments are in `shape_rules.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoplan.graph import Graph, Op, TensorMeta
+from autoplan.sharding import shape_rules
+from autoplan.sharding.factors import Atom, Dims, OpRule, plain
+
+_POINTWISE = """
+abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_min clamp_max cos cosh
+elu eq erf erfc exp exp2 expm1 floor fmod ge gelu glu_jvp gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log
+log1p log2 log10 log_sigmoid logical_and logical_not logical_or logical_xor logaddexp lt masked_fill maximum minimum mish nan_to_num ne
+pow reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink softsign sqrt square tan tanh
+threshold trunc where xlogy __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift floor_divide addcmul addcdiv frac
+logit isneginf isposinf rsub fill hardshrink tanhshrink copysign hypot zeros_like ones_like full_like empty_like
+""".split()
+
+# op family (the name before the overload) -> rule text
+_TABLE: dict[str, str] = {
+    "linear": "b* k, n k, n? -> b* n; additive(2)",
+    "mm": "m k, k n -> m n",
+    "bmm": "b m k, b k n -> b m n",
+    "addmm": "n, m k, k n -> m n; additive(0)",
+    "mv": "m k, k -> m",
+    "dot": "k, k ->",
+    "outer": "m, n -> m n",
+    "layer_norm": "b* k^, k^?, k^? -> b* k^",
+    "embedding": "v h, b* -> b* h",  # a vocabulary split looks up what it has and zero elsewhere
+    "autoplan.dropout": "pointwise",
+    "conv1d": "n c l^, o c k^, o? -> n o m^; additive(2)",
+    "conv2d": "n c h^ w^, o c k^ j^, o? -> n o y^ x^; additive(2)",
+    "conv3d": "n c d^ h^ w^, o c i^ k^ j^, o? -> n o z^ y^ x^; additive(2)",
+    "max_pool2d_with_indices": "n c h^ w^ -> n c y^ x^, n c y^ x^",
+    "max_pool2d": "n c h^ w^ -> n c y^ x^",
+    "avg_pool2d": "n c h^ w^ -> n c y^ x^; linear(0)",
+    "adaptive_avg_pool2d": "n c h^ w^ -> n c y^ x^; linear(0)",
+    "_adaptive_avg_pool2d": "n c h^ w^ -> n c y^ x^; linear(0)",
+    "adaptive_avg_pool1d": "n c h^ -> n c y^; linear(0)",
+    "avg_pool1d": "n c h^ -> n c y^; linear(0)",
+    "upsample_nearest2d": "n c h^ w^ -> n c y^ x^; linear(0)",
+    "upsample_bilinear2d": "n c h^ w^ -> n c y^ x^; linear(0)",
+    "upsample_bicubic2d": "n c h^ w^ -> n c y^ x^; linear(0)",
+}
+
+Resolver = Callable[[Op, tuple[TensorMeta, ...], tuple[TensorMeta | None, ...]], OpRule | None]
+
+
+def _family(target: str) -> str:
+    """"aten.linear.default" -> "linear"; autoplan's own ops keep their full name."""
+    return target if target.startswith("autoplan.") else target.split(".")[1]
+
+
+def find_rule(op: Op, graph: Graph) -> OpRule | None:
+    """The op's rule at its own sizes, or None when the table has none for it (it can then only be kept whole)."""
+    inputs = tuple(graph.values[name].meta for name in op.inputs)
+    outputs = tuple(graph.values[name].meta if name else None for name in op.outputs)
+    return _resolve(op, inputs, outputs)
+
+
+def kept_whole(op: Op, graph: Graph) -> OpRule:
+    """The rule of an op that nothing is known of: no dim may be split."""
+    inputs = tuple(plain((None,) * len(graph.values[n].meta.shape), graph.values[n].meta) for n in op.inputs)
+    outputs = tuple(plain((None,) * len(graph.values[n].meta.shape), graph.values[n].meta) if n else () for n in op.outputs)
+    return OpRule(inputs, outputs)
+
+
+def _resolve(op: Op, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]) -> OpRule | None:
+    family = _family(op.target)
+    resolver: Resolver | None = shape_rules.RESOLVERS.get(family)
+    if resolver is not None:
+        return resolver(op, inputs, outputs)
+    if family in _TABLE and _TABLE[family] != "pointwise":
+        if family.startswith("conv") and op.arguments.get("groups", 1) != 1:
+            return shape_rules.grouped_convolution(op, inputs, outputs)
+        return _from_text(_TABLE[family], inputs, outputs)
+    if family in _POINTWISE or _TABLE.get(family) == "pointwise":
+        return shape_rules.pointwise(op, inputs, outputs)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    inputs: tuple[tuple[str, ...], ...]
+    optional: frozenset[int]
+    outputs: tuple[tuple[str, ...], ...]
+    additive: frozenset[int]
+    linear: tuple[frozenset[int], ...]
+    completes: frozenset[str]
+
+
+@lru_cache(maxsize=None)
+def _parse(text: str) -> _Parsed:
+    signature, *marks = (part.strip() for part in text.split(";"))
+    left, right = signature.split("->")
+    operands = [tuple(part.split()) for part in left.split(",")]
+    optional = frozenset(i for i, letters in enumerate(operands) if letters and letters[-1].endswith("?"))
+    found = {name: body for name, body in (re.fullmatch(r"(\w+)\((.*)\)", mark).groups() for mark in marks)}  # type: ignore[union-attr]
+    numbers = {key: frozenset(map(int, found[key].split())) for key in ("additive", "linear") if key in found}
+    return _Parsed(
+        inputs=tuple(tuple(letter.rstrip("?") for letter in letters) for letters in operands),
+        optional=optional,
+        outputs=tuple(tuple(part.split()) for part in right.split(",")),
+        additive=numbers.get("additive", frozenset()),
+        linear=(numbers["linear"],) if "linear" in numbers else (),
+        completes=frozenset(found.get("completes", "").split()),
+    )
+
+
+def _from_text(text: str, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]) -> OpRule | None:
+    parsed = _parse(text)
+    operands = list(parsed.inputs)
+    while len(operands) > len(inputs) and len(operands) - 1 in parsed.optional:
+        operands.pop()
+    if len(operands) != len(inputs) or len(outputs) > len(parsed.outputs):
+        return None
+    named = [_expand(letters, meta) for letters, meta in zip(operands, inputs)]
+    results = [_expand(letters, meta) if meta else () for letters, meta in zip(parsed.outputs, outputs)]
+    if any(dims is None for dims in (*named, *results)):
+        return None
+    return OpRule(
+        tuple(plain(d, m) for d, m in zip(named, inputs) if d is not None),
+        tuple(plain(d, m) if m and d is not None else () for d, m in zip(results, outputs)),
+        linear=parsed.linear,
+        additive=parsed.additive & frozenset(range(len(inputs))),
+        completes=parsed.completes,
+    )
+
+
+def _expand(letters: tuple[str, ...], meta: TensorMeta) -> tuple[str | None, ...] | None:
+    """Letters per dim: `b*` becomes b0 b1 ..., counted from the left; None for `k^`. None when the rank does not fit."""
+    starred = [x for x in letters if x.endswith("*")]
+    count = len(meta.shape) - (len(letters) - len(starred))
+    if count < 0 or (not starred and count):
+        return None
+    dims: list[str | None] = []
+    for letter in letters:
+        if letter.endswith("*"):
+            dims += [f"{letter[:-1]}{i}" for i in range(count)]
+        else:
+            dims.append(None if letter.endswith("^") else letter)
+    return tuple(dims)
+
+
+__all__ = ["Atom", "Dims", "OpRule", "find_rule", "kept_whole"]

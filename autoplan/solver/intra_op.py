@@ -1,0 +1,646 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intra-op: one strategy per op, of least seconds within the memory of a device, as an integer program.
+
+Letters: x[v,s] op v takes strategy s; e[p,q] edge converts layout p into q; y[g,p,q] group g pays for it; T transient.
+
+    minimise  sum cost[v,s] x[v,s] + sum cost[g,p,q] y[g,p,q] + price (held + T)
+    1  sum_s x[v,s] = 1, x binary                                       for each op               _add_nodes
+    2  sum_q e[p,q] = sum of x[u,s] with produced[s] = p                for each edge (u, v), p   _add_edge
+    3  sum_p e[p,q] = sum of x[v,s] with consumed[s] = q                for each edge (u, v), q   _add_edge
+    4  y[g,p,q] >= e[p,q]                                               for each edge of group g  _add_groups
+    5  held = sum bytes[v,s] x[v,s] + sum bytes[g,p,q] y[g,p,q]                                   _add_memory
+       T >= transient[v,s] x[v,s] summed over s for each op, held + T <= limit
+
+The equalities 2 and 3 make the linear relaxation tight, mostly integral: it is solved first. Arrays come in, choices go
+out; nothing here knows what a strategy is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+from autoplan.errors import AutoplanError, InfeasibleError
+from autoplan.units import format_bytes
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# HiGHS works to 1e-7 (primal and dual) and 1e-6 (integrality) on numbers scaled to about 1.
+_INTEGRALITY = 1e-6
+# Columns whose reduced cost is below this share of the optimum are tried first.
+_NEARLY = 1e-3
+# Share of the memory limit that a solve gives up after rounding has overstepped the limit.
+_MEMORY_SLACK = 2e-6
+# A solution this near its bound, relative, counts as proven.
+_PROVEN_GAP = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """A tensor goes from one op to another.
+
+    Attributes:
+        producer: Index of the op that makes it.
+        consumer: Index of the op that uses it.
+        produced: (strategies of the producer,) layout p each gives, a row of the group's matrices.
+        consumed: (strategies of the consumer,) layout q each takes, a column of the matrices.
+        group: Edges of one group share their conversions: each (p, q) is made once. All of them
+            have one producer.
+    """
+
+    producer: int
+    consumer: int
+    produced: npt.NDArray[np.integer]
+    consumed: npt.NDArray[np.integer]
+    group: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class IntraOpProblem:
+    """Ops with strategies, tensors with layouts, and the memory of one device.
+
+    Attributes:
+        node_cost_s: Per op (strategies,) seconds; np.inf forbids a strategy.
+        node_bytes: Per op (strategies,) bytes held through the step.
+        node_transient_bytes: Per op (strategies,) bytes needed only while the op runs.
+        edges: Who uses whose tensors.
+        conversion_cost_s: Per group [p, q] seconds, np.inf where impossible.
+        conversion_bytes: Per group [p, q] bytes held through the step by the converted copy.
+        memory_limit_bytes: Most bytes for what is held plus the largest transient; None: no limit.
+    """
+
+    node_cost_s: tuple[Floats, ...]
+    node_bytes: tuple[Floats, ...]
+    node_transient_bytes: tuple[Floats, ...]
+    edges: tuple[Edge, ...]
+    conversion_cost_s: tuple[Floats, ...]
+    conversion_bytes: tuple[Floats, ...]
+    memory_limit_bytes: float | None = None
+
+    def verify(self) -> None:
+        """Checks that lengths and indices fit and that numbers are numbers.
+
+        Raises:
+            ValueError: An array does not fit; the message names the op, the edge or the group.
+        """
+        per_node = zip(self.node_cost_s, self.node_bytes, self.node_transient_bytes, strict=True)
+        for node, (cost, held, transient) in enumerate(per_node):
+            if not (cost.shape == held.shape == transient.shape == (cost.size,) and cost.size):
+                raise ValueError(
+                    f"op {node} has {cost.shape} costs, {held.shape} bytes, {transient.shape} "
+                    "transients; give one of each per strategy, and at least one strategy"
+                )
+            _check_numbers(f"op {node}", cost, held, transient)
+        per_group = zip(self.conversion_cost_s, self.conversion_bytes, strict=True)
+        for group, (cost, held) in enumerate(per_group):
+            if cost.shape != held.shape or cost.ndim != 2:
+                raise ValueError(
+                    f"group {group} has {cost.shape} costs and {held.shape} bytes; "
+                    "give matrices [p, q] of one shape"
+                )
+            _check_numbers(f"group {group}", cost, held)
+        producers: dict[int, int] = {}
+        for index, edge in enumerate(self.edges):
+            self._verify_edge(index, edge)
+            if producers.setdefault(edge.group, edge.producer) != edge.producer:
+                raise ValueError(
+                    f"edge {index} of group {edge.group} comes from op {edge.producer}, others of "
+                    f"the group from op {producers[edge.group]}; a group has one producer"
+                )
+
+    def _verify_edge(self, index: int, edge: Edge) -> None:
+        """Raises ValueError unless an edge's arrays fit its ops and its group's matrices."""
+        shape = self.conversion_cost_s[edge.group].shape
+        ends = (
+            ("producer", edge.producer, edge.produced, shape[0]),
+            ("consumer", edge.consumer, edge.consumed, shape[1]),
+        )
+        for name, node, layouts, bound in ends:
+            size = self.node_cost_s[node].size
+            if layouts.shape != (size,) or layouts.min() < 0 or layouts.max() >= bound:
+                raise ValueError(
+                    f"edge {index}: layouts {layouts.tolist()} of its {name}, op {node}, do not "
+                    f"fit; give {size} indices below {bound}, the size of group {edge.group}"
+                )
+
+
+def _check_numbers(name: str, cost_s: Floats, *sizes_bytes: Floats) -> None:
+    """Raises ValueError unless costs are numbers or inf, sizes finite, and none negative."""
+    if not (cost_s >= 0.0).all() or any(
+        not ((size >= 0.0) & np.isfinite(size)).all() for size in sizes_bytes
+    ):
+        raise ValueError(
+            f"{name} has a negative or undefined cost or size; "
+            "costs must be >= 0 or inf, sizes >= 0 and finite"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntraOpSolution:
+    """One strategy per op.
+
+    Attributes:
+        choices: Strategy index per op.
+        objective_s: What was minimised: time_s + price * (held_bytes + transient_bytes).
+        bound_s: No choice has a smaller objective.
+        optimal: Proven: objective and bound agree to one part in a million.
+        time_s: Seconds of ops and conversions.
+        held_bytes: Bytes held through the step.
+        transient_bytes: The largest transient.
+    """
+
+    choices: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+    optimal: bool
+    time_s: float
+    held_bytes: float
+    transient_bytes: float
+
+
+def evaluate(problem: IntraOpProblem, choices: tuple[int, ...]) -> tuple[float, float, float]:
+    """Seconds, held bytes and largest transient bytes of given choices, from the problem alone.
+
+    Seconds are infinite where the choices need an impossible conversion.
+    """
+    time_s = float(sum(cost[s] for cost, s in zip(problem.node_cost_s, choices)))
+    held_bytes = float(sum(held[s] for held, s in zip(problem.node_bytes, choices)))
+    transient_bytes = float(
+        max((need[s] for need, s in zip(problem.node_transient_bytes, choices)), default=0.0)
+    )
+    conversions = {
+        (e.group, int(e.produced[choices[e.producer]]), int(e.consumed[choices[e.consumer]]))
+        for e in problem.edges
+    }
+    for group, p, q in sorted(conversions):
+        time_s += float(problem.conversion_cost_s[group][p, q])
+        held_bytes += float(problem.conversion_bytes[group][p, q])
+    return time_s, held_bytes, transient_bytes
+
+
+def solve_intra_op(
+    problem: IntraOpProblem,
+    *,
+    byte_price_s_per_byte: float = 0.0,
+    time_limit_s: float = 10.0,
+) -> IntraOpSolution:
+    """The choices of least seconds plus price times bytes, within the memory limit.
+
+    The price is on held bytes and on the largest transient alike, as the memory limit is: solving
+    under several prices gives points of the (seconds, bytes) Pareto front.
+
+    Args:
+        problem: What to choose from.
+        byte_price_s_per_byte: Seconds that a byte is worth.
+        time_limit_s: Seconds for the solver; the proven gap is in the solution.
+
+    Raises:
+        ValueError: The problem's arrays do not fit together.
+        InfeasibleError: Nothing fits the memory limit (`required_bytes` is the least possible
+            need), or no choice avoids impossible conversions (the message names the groups).
+        AutoplanError: The time limit passed before any solution was found.
+    """
+    problem.verify()
+    price = byte_price_s_per_byte
+    objective = _Objective(
+        tuple(c + price * b for c, b in zip(problem.node_cost_s, problem.node_bytes)),
+        tuple(c + price * b for c, b in zip(problem.conversion_cost_s, problem.conversion_bytes)),
+        price,
+    )
+    choices, bound_s = _fit(problem, objective, time.monotonic() + time_limit_s)
+    time_s, held_bytes, transient_bytes = evaluate(problem, choices)
+    if not np.isfinite(time_s):
+        raise AutoplanError(
+            f"the solver's choices {choices} need an impossible conversion; "
+            "this is a fault of autoplan, please report it with the problem"
+        )
+    objective_s = time_s + price * (held_bytes + transient_bytes)
+    bound_s = min(bound_s, objective_s)
+    return IntraOpSolution(
+        choices=choices,
+        objective_s=objective_s,
+        bound_s=bound_s,
+        optimal=objective_s - bound_s <= _PROVEN_GAP * abs(objective_s),
+        time_s=time_s,
+        held_bytes=held_bytes,
+        transient_bytes=transient_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Objective:
+    """What to minimise: a number per strategy, per conversion (inf: forbidden), per transient byte."""
+
+    nodes: tuple[Floats, ...]
+    conversions: tuple[Floats, ...]
+    transient: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Choices, and a bound that no choices can be below, in the objective's unit."""
+
+    choices: tuple[int, ...]
+    bound: float
+
+
+def _fit(
+    problem: IntraOpProblem, objective: _Objective, deadline: float
+) -> tuple[tuple[int, ...], float]:
+    """The best choices that keep the memory limit to the byte, and the proven bound.
+
+    The solver keeps the limit to its tolerance only. Where its answer oversteps, it is asked again
+    with a little less, and at last for the least bytes.
+    """
+    limit = problem.memory_limit_bytes
+    outcome = _optimise(problem, objective, limit, deadline)
+    bound = outcome.bound if outcome else 0.0
+    if limit is None:
+        if outcome is None:
+            raise _impossible(problem, deadline)
+        return outcome.choices, bound
+    for attempt in (1, 2):
+        if outcome is None or sum(evaluate(problem, outcome.choices)[1:]) <= limit:
+            break
+        outcome = _optimise(problem, objective, limit * (1 - attempt * _MEMORY_SLACK), deadline)
+    if outcome is not None and sum(evaluate(problem, outcome.choices)[1:]) <= limit:
+        return outcome.choices, bound
+    sizes = _Objective(
+        _where_finite(problem.node_cost_s, problem.node_bytes),
+        _where_finite(problem.conversion_cost_s, problem.conversion_bytes),
+        1.0,
+    )
+    least = _optimise(problem, sizes, None, deadline)
+    if least is None:
+        raise _impossible(problem, deadline)
+    _, held_bytes, transient_bytes = evaluate(problem, least.choices)
+    required_bytes = held_bytes + transient_bytes
+    if required_bytes <= limit:
+        return least.choices, bound
+    raise InfeasibleError(
+        f"the ops need at least {format_bytes(required_bytes)} on each device "
+        f"({format_bytes(held_bytes)} held, {format_bytes(transient_bytes)} transient), "
+        f"{format_bytes(limit)} are available. Use more devices, smaller microbatches or "
+        "recomputation.",
+        required_bytes=required_bytes,
+        available_bytes=limit,
+    )
+
+
+def _where_finite(costs: tuple[Floats, ...], sizes: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """The sizes, inf where the cost is."""
+    return tuple(np.where(np.isfinite(c), size, np.inf) for c, size in zip(costs, sizes))
+
+
+def _impossible(problem: IntraOpProblem, deadline: float) -> InfeasibleError:
+    """Names the fewest ops and conversions of infinite cost that any choice needs."""
+    missing = _Objective(
+        tuple(np.where(np.isfinite(c), 0.0, 1.0) for c in problem.node_cost_s),
+        tuple(np.where(np.isfinite(c), 0.0, 1.0) for c in problem.conversion_cost_s),
+        0.0,
+    )
+    outcome = _optimise(problem, missing, None, deadline)
+    assert outcome is not None, "with every cost finite and no limit, any choice is possible"
+    chosen = outcome.choices
+    where = [
+        f"op {v} (strategy {s})"
+        for v, s in enumerate(chosen)
+        if not np.isfinite(problem.node_cost_s[v][s])
+    ]
+    for edge in problem.edges:
+        p, q = edge.produced[chosen[edge.producer]], edge.consumed[chosen[edge.consumer]]
+        if not np.isfinite(problem.conversion_cost_s[edge.group][p, q]):
+            where.append(
+                f"group {edge.group} from op {edge.producer} to op {edge.consumer} "
+                f"(layout {p} to {q})"
+            )
+    return InfeasibleError(
+        "every choice of strategies needs something impossible; the least is: "
+        f"{', '.join(where)}. Allow that, or loosen the pins on these ops."
+    )
+
+
+class _Program:
+    """A mixed-integer program gathered in columns, rows and entries, all as arrays."""
+
+    def __init__(self) -> None:
+        self.num_columns = 0
+        self.num_rows = 0
+        self._bounds: list[tuple[float, float]] = []
+        self._row_parts: list[Ints] = []
+        self._column_parts: list[Ints] = []
+        self._value_parts: list[Floats] = []
+
+    def add_rows(self, count: int, lower: float, upper: float) -> Ints:
+        """Indices of `count` new rows with the same bounds."""
+        self._bounds += [(lower, upper)] * count
+        self.num_rows += count
+        return np.arange(self.num_rows - count, self.num_rows)
+
+    def add_columns(self, count: int) -> Ints:
+        """Indices of `count` new columns."""
+        self.num_columns += count
+        return np.arange(self.num_columns - count, self.num_columns)
+
+    def add(self, rows: Ints, columns: Ints, values: float | Floats) -> None:
+        """Adds entries; no (row, column) may come twice."""
+        self._row_parts.append(rows)
+        self._column_parts.append(columns)
+        self._value_parts.append(np.broadcast_to(np.asarray(values, dtype=float), rows.shape))
+
+    def to_proto(self, objective: Floats, upper: Floats, num_integers: int) -> model_pb2.ModelProto:
+        """The program for MathOpt: minimise, columns from 0 to `upper`, the first ones integer."""
+        proto = model_pb2.ModelProto()
+        variables = proto.variables
+        variables.ids.extend(range(self.num_columns))
+        variables.lower_bounds.extend([0.0] * self.num_columns)
+        variables.upper_bounds.extend(upper.tolist())
+        variables.integers.extend(i < num_integers for i in range(self.num_columns))
+        used = np.flatnonzero(objective)
+        proto.objective.linear_coefficients.ids.extend(used.tolist())
+        proto.objective.linear_coefficients.values.extend(objective[used].tolist())
+        proto.linear_constraints.ids.extend(range(self.num_rows))
+        proto.linear_constraints.lower_bounds.extend(lower for lower, _ in self._bounds)
+        proto.linear_constraints.upper_bounds.extend(upper for _, upper in self._bounds)
+        if self._row_parts:
+            rows = np.concatenate(self._row_parts)
+            columns = np.concatenate(self._column_parts)
+            values = np.concatenate(self._value_parts)
+            order = np.lexsort((columns, rows))
+            order = order[values[order] != 0.0]
+            matrix = proto.linear_constraint_matrix
+            matrix.row_ids.extend(rows[order].tolist())
+            matrix.column_ids.extend(columns[order].tolist())
+            matrix.coefficients.extend(values[order].tolist())
+        return proto
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """A program under construction, with what its parts need from each other.
+
+    Attributes:
+        kept: Per op, the strategies that are worth a column.
+        columns: Per op, the columns of those.
+        costs: (columns, objective) parts, summed by column at the end.
+        sizes: (columns, bytes) parts, likewise.
+        forbidden: Columns fixed at 0.
+        usage: Per group, per edge: (columns, pairs), e[p,q] being the sum of its pair's columns.
+    """
+
+    problem: IntraOpProblem
+    objective: _Objective
+    program: _Program
+    kept: list[Ints]
+    columns: list[Ints]
+    costs: list[tuple[Ints, Floats]]
+    sizes: list[tuple[Ints, Floats]]
+    forbidden: list[Ints]
+    usage: dict[int, list[tuple[Ints, Ints]]]
+
+    def total(self, parts: list[tuple[Ints, Floats]]) -> Floats:
+        """Parts summed by column."""
+        total = np.zeros(self.program.num_columns)
+        for columns, values in parts:
+            np.add.at(total, columns, values)
+        return total
+
+
+def _worth_keeping(draft_edges: list[Ints], cost: Floats, sizes: tuple[Floats, ...]) -> Ints:
+    """Strategies of an op not dominated by one of equal layouts, no dearer and no larger.
+
+    Args:
+        draft_edges: Per edge end at this op, (strategies,) its layouts.
+        cost: (strategies,) objective.
+        sizes: Further (strategies,) numbers of which less is better.
+    """
+    alive = np.flatnonzero(np.isfinite(cost))
+    if len(alive) <= 1:
+        return alive
+    keys = list(zip(*(layouts[alive].tolist() for layouts in draft_edges))) or [()] * len(alive)
+    numbers = list(zip(*(values[alive].tolist() for values in (cost, *sizes))))
+    best: dict[tuple[int, ...], list[int]] = {}
+    for at in sorted(range(len(alive)), key=lambda i: (numbers[i], i)):
+        rivals = best.setdefault(keys[at], [])
+        if not any(all(x <= y for x, y in zip(numbers[r], numbers[at])) for r in rivals):
+            rivals.append(at)
+    return alive[sorted(at for rivals in best.values() for at in rivals)]
+
+
+def _add_nodes(problem: IntraOpProblem, objective: _Objective, limited: bool) -> _Draft | None:
+    """Columns x and row 1 of every op; None where an op has no strategy of finite cost."""
+    ends: list[list[Ints]] = [[] for _ in problem.node_cost_s]
+    for edge in problem.edges:
+        ends[edge.producer].append(edge.produced)
+        ends[edge.consumer].append(edge.consumed)
+    program = _Program()
+    draft = _Draft(problem, objective, program, [], [], [], [], [], {})
+    for node, cost in enumerate(objective.nodes):
+        held, transient = problem.node_bytes[node], problem.node_transient_bytes[node]
+        sizes = (held, transient) if limited else ((transient,) if objective.transient else ())
+        kept = _worth_keeping(ends[node], cost, sizes)
+        if not len(kept):
+            return None
+        columns = program.add_columns(len(kept))
+        program.add(np.repeat(program.add_rows(1, 1.0, 1.0), len(kept)), columns, 1.0)
+        draft.kept.append(kept)
+        draft.columns.append(columns)
+        draft.costs.append((columns, cost[kept]))
+        draft.sizes.append((columns, held[kept]))
+    return draft
+
+
+def _add_edge(draft: _Draft, edge: Edge) -> None:
+    """Columns e and rows 2 and 3 of an edge; where one end has one layout, x itself says e."""
+    matrix = draft.objective.conversions[edge.group]
+    produced = edge.produced[draft.kept[edge.producer]]
+    consumed = edge.consumed[draft.kept[edge.consumer]]
+    layouts_p, layouts_q = np.unique(produced), np.unique(consumed)
+    if len(layouts_p) == 1 or len(layouts_q) == 1:
+        if len(layouts_p) == 1:
+            columns = draft.columns[edge.consumer]
+            pairs = layouts_p[0] * matrix.shape[1] + consumed
+        else:
+            columns = draft.columns[edge.producer]
+            pairs = produced * matrix.shape[1] + layouts_q[0]
+        possible = np.isfinite(matrix.ravel()[pairs])
+        draft.forbidden.append(columns[~possible])
+        draft.usage.setdefault(edge.group, []).append((columns[possible], pairs[possible]))
+        return
+    program = draft.program
+    at_p, at_q = np.nonzero(np.isfinite(matrix[np.ix_(layouts_p, layouts_q)]))
+    columns = program.add_columns(len(at_p))
+    for at, layouts, own, node in (
+        (at_p, layouts_p, produced, edge.producer),
+        (at_q, layouts_q, consumed, edge.consumer),
+    ):
+        rows = program.add_rows(len(layouts), 0.0, 0.0)
+        program.add(rows[at], columns, 1.0)
+        program.add(rows[np.searchsorted(layouts, own)], draft.columns[node], -1.0)
+    pairs = layouts_p[at_p] * matrix.shape[1] + layouts_q[at_q]
+    draft.usage.setdefault(edge.group, []).append((columns, pairs))
+
+
+def _add_groups(draft: _Draft) -> None:
+    """What conversions cost and hold: on e where one edge can use a pair, else on y with rows 4."""
+    program = draft.program
+    for group, edges in draft.usage.items():
+        costs = draft.objective.conversions[group].ravel()
+        sizes = draft.problem.conversion_bytes[group].ravel()
+        priced = np.isfinite(costs) & ((costs != 0.0) | (sizes != 0.0))
+        users = np.zeros(len(costs), dtype=np.int64)
+        for _, pairs in edges:
+            users[np.unique(pairs)] += 1
+        shared = np.flatnonzero(priced & (users > 1))
+        y = np.full(len(costs), -1, dtype=np.int64)
+        y[shared] = program.add_columns(len(shared))
+        draft.costs.append((y[shared], costs[shared]))
+        draft.sizes.append((y[shared], sizes[shared]))
+        for columns, pairs in edges:
+            alone = priced[pairs] & (users[pairs] == 1)
+            draft.costs.append((columns[alone], costs[pairs[alone]]))
+            draft.sizes.append((columns[alone], sizes[pairs[alone]]))
+            columns, pairs = columns[y[pairs] >= 0], pairs[y[pairs] >= 0]
+            distinct = np.unique(pairs)
+            rows = program.add_rows(len(distinct), 0.0, np.inf)
+            program.add(rows, y[distinct], 1.0)
+            program.add(rows[np.searchsorted(distinct, pairs)], columns, -1.0)
+
+
+def _add_memory(draft: _Draft, limit: float | None) -> float:
+    """Column T and rows 5. T counts from the least that any choice needs, which is returned."""
+    problem, program = draft.problem, draft.program
+    needs = [problem.node_transient_bytes[v][kept] for v, kept in enumerate(draft.kept)]
+    least = max((float(need.min()) for need in needs), default=0.0)
+    if limit is None and not draft.objective.transient:
+        return least
+    held = draft.total(draft.sizes)
+    scale = max(limit or 0.0, float(held.max(initial=0.0)), least, 1.0)
+    extra = program.add_columns(1)
+    draft.costs.append((extra, np.array([draft.objective.transient * scale])))
+    for columns, need in zip(draft.columns, needs):
+        above = np.flatnonzero(need > least)
+        if len(above):
+            row = program.add_rows(1, 0.0, np.inf)
+            program.add(row, extra, 1.0)
+            program.add(np.repeat(row, len(above)), columns[above], (least - need[above]) / scale)
+    if limit is not None:
+        row = program.add_rows(1, -np.inf, (limit - least) / scale)
+        used = np.flatnonzero(held)
+        program.add(np.repeat(row, len(used)), used, held[used] / scale)
+        program.add(row, extra, 1.0)
+    return least
+
+
+def _optimise(
+    problem: IntraOpProblem, objective: _Objective, limit: float | None, deadline: float
+) -> _Outcome | None:
+    """The choices of least objective, or None where that is proven impossible.
+
+    Raises:
+        AutoplanError: The deadline passed before any choices were found.
+    """
+    draft = _add_nodes(problem, objective, limit is not None)
+    if draft is None:
+        return None
+    num_choices = draft.program.num_columns
+    seen: set[tuple[int, int, bytes]] = set()
+    for edge in problem.edges:
+        # A tensor that an op takes twice in the same layout is converted once: one edge says it.
+        key = (edge.group, edge.consumer, edge.consumed.tobytes())
+        if key not in seen:
+            seen.add(key)
+            _add_edge(draft, edge)
+    _add_groups(draft)
+    offset = objective.transient * _add_memory(draft, limit)
+    costs = draft.total(draft.costs)
+    upper = np.full(draft.program.num_columns, np.inf)
+    upper[:num_choices] = 1.0
+    for columns in draft.forbidden:
+        upper[columns] = 0.0
+    scale = _scale(draft, costs)
+    solved = _relax_then_round(draft.program, costs / scale, upper, num_choices, deadline)
+    if solved is None:
+        return None
+    values, bound = solved
+    choices = tuple(
+        int(kept[np.argmax(values[columns])]) for kept, columns in zip(draft.kept, draft.columns)
+    )
+    return _Outcome(choices, bound * scale + offset)
+
+
+def _scale(draft: _Draft, costs: Floats) -> float:
+    """What to divide the objective by: the dearest op's cheapest strategy, so optima are about 1.
+
+    The largest cost would drown the others: a strategy never taken may cost a million times more.
+    """
+    typical = max((float(costs[columns].min()) for columns in draft.columns), default=0.0)
+    return max(typical, float(costs.max(initial=0.0)) * 1e-5) or 1.0
+
+
+def _relax_then_round(
+    program: _Program, objective: Floats, upper: Floats, num_integers: int, deadline: float
+) -> tuple[Floats, float] | None:
+    """Values of an optimal solution whose first columns are integer, and the proven bound.
+
+    The relaxation first. Where it is fractional, a solution among the columns it finds nearly as
+    good, of value U; then the whole program without the columns whose reduced cost says that no
+    solution with them is below U. This proves the optimum several times faster than the program
+    as it stands.
+    """
+    relaxed = _call_solver(program.to_proto(objective, upper, 0), deadline)
+    if relaxed is None:
+        return None
+    values, bound, reduced = relaxed
+    if np.abs(values - np.round(values))[:num_integers].max(initial=0.0) <= _INTEGRALITY:
+        return values, bound
+    best, least = np.empty(0), np.inf
+    for allowed in (_NEARLY * abs(bound), np.inf):
+        slack = min(allowed, least - bound + 1e-6 * abs(bound))
+        fixed = np.where(reduced > slack, 0.0, upper)
+        solved = _call_solver(program.to_proto(objective, fixed, num_integers), deadline)
+        if solved is not None and float(objective @ solved[0]) < least:
+            best, least = solved[0], float(objective @ solved[0])
+    if not len(best):
+        return None
+    return best, min(least, solved[1]) if solved else least
+
+
+def _call_solver(
+    proto: model_pb2.ModelProto, deadline: float
+) -> tuple[Floats, float, Floats] | None:
+    """Values, proven bound and reduced costs (of a relaxation); None where infeasible.
+
+    Raises:
+        AutoplanError: The deadline passed without a solution, or the solver failed.
+    """
+    parameters = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.05)),
+        random_seed=1,
+        relative_gap_tolerance=1e-7,
+        absolute_gap_tolerance=1e-8,
+    )
+    parameters.highs.string_options["parallel"] = "off"
+    model = mathopt.Model.from_model_proto(proto)
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    reason = result.termination.reason
+    if reason in (
+        mathopt.TerminationReason.INFEASIBLE,
+        mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
+    ):
+        return None
+    if not result.has_primal_feasible_solution():
+        raise AutoplanError(
+            f"the solver found no choice of strategies in its time limit ({reason.name}: "
+            f"{result.termination.detail or 'no detail'}). Give it more time_limit_s."
+        )
+    values = np.array(list(result.variable_values().values()))
+    reduced = np.array(list(result.reduced_costs().values()) if result.has_dual_feasible_solution() else [])
+    return values, float(result.termination.objective_bounds.dual_bound), reduced
