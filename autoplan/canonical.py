@@ -70,6 +70,8 @@ class _Rewriter:
             and arguments.get("dtype") in (None, self.meta(op.inputs[0]).dtype)
         ):
             self.alias[op.outputs[0]] = op.inputs[0]
+        elif target == "aten.broadcast_tensors.default":
+            self.broadcast(op)
         elif target in _RESHAPES:
             self.reshape(op)
         elif (
@@ -92,6 +94,15 @@ class _Rewriter:
             self.index(op)
         else:
             self.emit(op)
+
+    def broadcast(self, op: Op) -> None:
+        """One expand per tensor; those that have the common shape are themselves."""
+        for source, result in zip(op.inputs, op.outputs):
+            if not result or self.meta(source).shape == self.meta(result).shape:
+                self.alias[result] = source
+            else:
+                arguments = {"self": Ref(0), "size": self.meta(result).shape, "implicit": False}
+                self.emit(_replace(op, name=result, target="aten.expand.default", inputs=(source,), outputs=(result,), arguments=arguments))
 
     def reshape(self, op: Op) -> None:
         shape = self.meta(op.outputs[0]).shape

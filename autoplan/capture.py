@@ -363,11 +363,13 @@ class _GraphBuilder:
         self.ops: list[Op] = []
         self.names: dict[torch.fx.Node, object] = {}  # node -> value name, or tuple of names
 
-    def add_value(self, name: str, tensor: torch.Tensor, kind: str, requires_grad: bool) -> str:
+    def add_value(
+        self, name: str, tensor: torch.Tensor, kind: str, requires_grad: bool, stored_dtype: str = ""
+    ) -> str:
         if name in self.values:
             name = f"{kind}:{name}"
         meta = TensorMeta(tuple(int(s) for s in tensor.shape), _dtype(tensor.dtype))
-        self.values[name] = Value(name, meta, kind, requires_grad)
+        self.values[name] = Value(name, meta, kind, requires_grad, stored_dtype)
         return name
 
     def add_op(self, node: torch.fx.Node) -> None:
@@ -525,19 +527,8 @@ def _add_input(builder, node, spec, first_name, trainable, constants, exported, 
         if name not in builder.values:
             grad = kind == "parameter" and name in trainable
             mixed = precision == "bf16-mixed" and kind == "parameter" and tensor.is_floating_point()
-            builder.add_value(name, tensor.to(torch.float32) if mixed else tensor, kind, grad)
-            if mixed:
-                cast = builder.add_value(f"{name}:bf16", tensor, "activation", grad)
-                builder.ops.append(
-                    Op(
-                        cast,
-                        "aten._to_copy.default",
-                        (name,),
-                        (cast,),
-                        MappingProxyType({"self": Ref(0), "dtype": "bfloat16"}),
-                    )
-                )
-        builder.names[node] = f"{name}:bf16" if f"{name}:bf16" in builder.values else name
+            builder.add_value(name, tensor, kind, grad, "float32" if mixed else "")
+        builder.names[node] = name
     elif spec.kind == InputKind.CONSTANT_TENSOR:
         name = builder.add_value(
             f"constant:{spec.target.removeprefix('model.')}", tensor, "constant", False

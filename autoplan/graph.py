@@ -51,12 +51,14 @@ class Value:
         meta: Global shape and dtype.
         kind: One of KINDS.
         requires_grad: A gradient flows to it: a trainable parameter, or an activation that depends on one.
+        stored_dtype: Of a parameter that is kept in another dtype than the ops use ("float32" for a bfloat16 one); else "".
     """
 
     name: str
     meta: TensorMeta
     kind: str
     requires_grad: bool = False
+    stored_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class Graph:
     def digest(self) -> str:
         """A stable hash of everything that decides a plan: ops, wiring, shapes, dtypes, names."""
         text = [self.name, repr(self.inputs), repr(self.outputs), repr(self.loss), repr(self.shared), repr(dict(self.buffer_updates))]
-        text += [f"{v.name}|{v.meta}|{v.kind}|{v.requires_grad}" for v in self.values.values()]
+        text += [f"{v.name}|{v.meta}|{v.kind}|{v.requires_grad}|{v.stored_dtype}" for v in self.values.values()]
         text += [f"{o.name}|{o.signature()}|{o.inputs}|{o.outputs}|{o.module_path}" for o in self.ops]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 

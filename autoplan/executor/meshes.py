@@ -8,6 +8,7 @@ process group at all.
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from dataclasses import dataclass
 
 import torch
@@ -79,11 +80,17 @@ def join(plan: Plan) -> Ranks:
         return Ranks(device, 0, (0, 0), sizes, None)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    grid = torch.tensor([rank for stage in plan.stages for rank in stage.ranks]).view(layout.pp, layout.dp, layout.tp)
-    mesh = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "dp", "tp"))
+    order = tuple(rank for stage in plan.stages for rank in stage.ranks)
+    mesh = _mesh(dist.group.WORLD, device.type, order, (layout.pp, layout.dp, layout.tp))
     where = mesh.get_coordinate()
     assert where is not None, "every rank of the launch is in the plan"
     return Ranks(device, where[0], (where[1], where[2]), sizes, mesh)
+
+
+@lru_cache(maxsize=8)
+def _mesh(world: object, device_type: str, order: tuple[int, ...], sizes: tuple[int, int, int]) -> DeviceMesh:
+    """Process groups are dear: plans of one launch over the same ranks share theirs."""
+    return DeviceMesh(device_type, torch.tensor(order).view(sizes), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def _device(world: int) -> torch.device:

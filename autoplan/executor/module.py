@@ -60,7 +60,8 @@ class ParallelModule(nn.Module):
         stored = {}
         for name, entry in self.plan.parameters.items():
             if self._ranks.stage in entry.stages and self._first_name.get(name, name) == name:
-                stored[name] = make_parameter(name, own[name], entry, self._ranks)
+                dtype = getattr(torch, self._captured.graph.values[name].meta.dtype)
+                stored[name] = make_parameter(name, own[name], entry, self._ranks, dtype)
                 if own[name].is_meta:
                     self._unloaded.add(name)
         for name, group in self._tied_groups().items():
@@ -167,18 +168,11 @@ class ParallelModule(nn.Module):
         if self.training:
             self._step += 1
         names = self._captured.graph.outputs
-        return self._captured.output.rebuild([made.get(self._output_key(n)) if n else None for n in names])
+        return self._captured.output.rebuild([made[n] if n else None for n in names])
 
     @property
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
-
-    def _output_key(self, name: str) -> str:
-        return name if name in {r.name for r in self._program.full.returns} or f"{name}@rows" not in self._all_outputs else f"{name}@rows"
-
-    @property
-    def _all_outputs(self) -> set[str]:
-        return {r.name for r in self._program.full.returns}
 
     def _begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> StageRun:
         if self._unloaded:

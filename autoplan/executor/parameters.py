@@ -40,6 +40,7 @@ class StoredParameter:
         entry: Its plan.
         ranks: This process's place.
         parameter: What optimizers and state dicts see: a DTensor, or a plain tensor on one device.
+        compute_dtype: What the ops use; gradients of a narrower one collect in the stored dtype.
         tied_group: Ranks of the other stages that hold a copy, or None.
     """
 
@@ -47,11 +48,12 @@ class StoredParameter:
     entry: ParameterPlan
     ranks: Ranks
     parameter: nn.Parameter
+    compute_dtype: torch.dtype
     tied_group: dist.ProcessGroup | None = None
     leaf: Tensor = field(init=False)
     spec: ShardingSpec = field(init=False)
     used: Layout = field(init=False)
-    _shard_grad: Tensor | None = field(init=False, default=None)
+    _collected: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.spec = parse_spec(self.entry.spec)
@@ -66,14 +68,14 @@ class StoredParameter:
 
     @property
     def is_copied(self) -> bool:
-        """Ops use a copy in another layout than the stored one."""
-        return self.spec != self.used.value
+        """Ops use a copy, in another layout or dtype than the stored one."""
+        return self.spec != self.used.value or self.local.dtype != self.compute_dtype
 
     def _make_leaf(self) -> Tensor:
-        leaf = convert_stored(self.local, self.spec, self.used.value, self.ranks) if self.is_copied else self.local
+        leaf = convert_stored(self.local.to(self.compute_dtype), self.spec, self.used.value, self.ranks)
         leaf = leaf.detach().requires_grad_(self.entry.trainable)
-        if self.entry.zero == 2 and self.entry.trainable:
-            leaf.register_post_accumulate_grad_hook(self._reduce_early)
+        if self.entry.trainable and (self.entry.zero == 2 or self.local.dtype != self.compute_dtype):
+            leaf.register_post_accumulate_grad_hook(self._collect)
         return leaf
 
     def begin_step(self) -> None:
@@ -84,10 +86,12 @@ class StoredParameter:
         elif self.leaf.data_ptr() != self.local.data_ptr():
             self.leaf = self._make_leaf()
 
-    def _reduce_early(self, leaf: Tensor) -> None:
+    def _collect(self, leaf: Tensor) -> None:
+        """After every microbatch: the gradient in the stored dtype, with ZeRO-2 already reduced."""
         assert leaf.grad is not None, "the hook runs after a gradient"
-        part = self._reduced(leaf.grad)
-        self._shard_grad = part if self._shard_grad is None else self._shard_grad + part
+        grad = leaf.grad.to(self.local.dtype)
+        part = self._reduced(grad) if self.entry.zero == 2 else grad
+        self._collected = part if self._collected is None else self._collected.add_(part)
         leaf.grad = None
 
     def _reduced(self, grad: Tensor) -> Tensor:
@@ -95,8 +99,10 @@ class StoredParameter:
 
     def end_step(self) -> None:
         """Adds the step's gradient, reduced to the stored spec and over tied copies, to the parameter's `grad`."""
-        grad = self._shard_grad if self._shard_grad is not None else (self._reduced(self.leaf.grad) if self.leaf.grad is not None else None)
-        self.leaf.grad, self._shard_grad = None, None
+        grad = self._collected if self._collected is not None else self.leaf.grad
+        self.leaf.grad, self._collected = None, None
+        if grad is not None and self.entry.zero != 2:
+            grad = self._reduced(grad)
         if self.tied_group is not None and self.entry.trainable:
             grad = torch.zeros_like(self.local) if grad is None else grad.clone()
             dist.all_reduce(grad, group=self.tied_group)
@@ -122,7 +128,7 @@ def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: ShardingSpec, ranks:
     return result
 
 
-def make_parameter(name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks) -> StoredParameter:
+def make_parameter(name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks, compute_dtype: torch.dtype) -> StoredParameter:
     """The stored form of one of the model's parameters; from a meta tensor the shard is left for loading."""
     spec = parse_spec(entry.spec)
     dtype = getattr(torch, entry.dtype)
@@ -132,4 +138,4 @@ def make_parameter(name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks
         else:
             local = own_shard(source.detach(), spec, ranks).to(device=ranks.device, dtype=dtype)
         data: Tensor = local if ranks.mesh is None else as_dtensor(local, entry.shape, spec, ranks)
-    return StoredParameter(name, entry, ranks, nn.Parameter(data, requires_grad=entry.trainable))
+    return StoredParameter(name, entry, ranks, nn.Parameter(data, requires_grad=entry.trainable), compute_dtype)

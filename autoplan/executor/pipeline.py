@@ -62,8 +62,21 @@ class _StageModule(nn.Module):
         self.run, self.receives, self.sends = run, receives, sends
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> tuple[Tensor, ...] | Tensor:
-        results = self.run(int(microbatch), dict(zip(self.receives, received)))
-        return tuple(results[n] for n in self.sends) if self.sends else results["loss"]
+        inputs = [_ContiguousGradient.apply(x) if x.requires_grad else x for x in received]  # type: ignore[no-untyped-call]
+        results = self.run(int(microbatch), dict(zip(self.receives, inputs)))
+        return tuple(results[n].contiguous() for n in self.sends) if self.sends else results["loss"]
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The same tensor; its gradient is laid out as a send wants it."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        return grad.contiguous()
 
 
 def _hand_over(output: Tensor, target: Tensor) -> Tensor:

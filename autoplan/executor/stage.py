@@ -217,6 +217,8 @@ class _StageBuilder:
         if whole:
             spec = ShardingSpec((R,) * len(layout.value))
             layout = Layout(spec, spec)
+        else:  # backward starts with the same 1 on every rank
+            layout = Layout(layout.value, without_gradient(layout.grad))
         base = name.removesuffix("@rows")
         state = "S" if name != base else self.batch.over_time[base]
         dim, blocks = self.batch.positions.get(base, (0, 1))

@@ -214,3 +214,68 @@ def _spread(op: Op, rule: OpRule, known: dict[tuple[str, int], set[int]]) -> boo
                 changed = True
     return changed
 
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterStrategy:
+    """How one parameter is stored and handed to the ops.
+
+    Attributes:
+        used: The layout the ops' conversions start from.
+        spec: As stored: what optimizer states follow.
+        zero: 0: stored as used. 1: stored split over data parallel ranks, gathered and reduced once per step. 2: as 1, but
+            gradients are reduced after every microbatch. 3: used as stored, gathered by the ops where they need it.
+    """
+
+    used: Layout
+    spec: ShardingSpec
+    zero: int
+
+
+def parameter_strategies(
+    shape: tuple[int, ...], trainable: bool, wanted: tuple[Layout, ...], axis_sizes: tuple[int, ...], zero_levels: tuple[int, ...]
+) -> tuple[ParameterStrategy, ...]:
+    """The distinct ways to store a parameter whose users want these layouts.
+
+    Args:
+        shape: Global.
+        trainable: It has a gradient and optimizer state.
+        wanted: Layouts of the users' strategies.
+        axis_sizes: (dp, tp).
+        zero_levels: Which of 0, 1, 2, 3 may be chosen; a level that nothing can be split for falls back to 0.
+    """
+    found: dict[ParameterStrategy, None] = {}
+    for used in dict.fromkeys(wanted):
+        plain = _storable(used.value, shape, axis_sizes)
+        split = _split_over_data_parallel(plain, used.value, shape, axis_sizes)
+        if split is None or 0 in zero_levels:
+            found[ParameterStrategy(used, plain, 0)] = None
+        if split is None:
+            continue
+        for level in (1, 2):
+            if level in zero_levels and trainable:
+                found[ParameterStrategy(used, split, level)] = None
+        if 3 in zero_levels:
+            found[ParameterStrategy(Layout(split, split), split, 3)] = None
+    return tuple(found)
+
+
+def _storable(used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> ShardingSpec:
+    """The plain split nearest to a used value's spec: DTensors and checkpoints know no blocks."""
+    spec = ShardingSpec(tuple(Shard(p.dim) if isinstance(p, Shard) else R for p in used))
+    try:
+        spec.local_shape(shape, axis_sizes)
+    except ValueError:
+        spec = ShardingSpec.replicated(len(used))
+    return spec
+
+
+def _split_over_data_parallel(plain: ShardingSpec, used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> ShardingSpec | None:
+    """`plain` with the first axis splitting the longest free dim; None when it splits already or nothing divides."""
+    if axis_sizes[0] == 1 or not isinstance(used[0], Replicate):
+        return None
+    taken = {p.dim for p in (*plain.placements[1:], *used.placements[1:]) if isinstance(p, Shard)}
+    dims = [d for d, size in enumerate(shape) if d not in taken and size % axis_sizes[0] == 0]
+    if not dims:
+        return None
+    return plain.replace(0, Shard(max(dims, key=lambda d: (shape[d], -d))))

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intra-op: one strategy per op, of least seconds within the memory of a device, as an integer program.
+"""Intra-op: one strategy per op, of least seconds within a device's memory, as an integer program.
 
-Letters: x[v,s] op v takes strategy s; e[p,q] edge converts layout p into q; y[g,p,q] group g pays for it; T transient.
+x[v,s]: op v takes strategy s; e[p,q]: an edge converts layout p into q; y[g,p,q]: group g pays.
 
     minimise  sum cost[v,s] x[v,s] + sum cost[g,p,q] y[g,p,q] + price (held + T)
-    1  sum_s x[v,s] = 1, x binary                                       for each op               _add_nodes
-    2  sum_q e[p,q] = sum of x[u,s] with produced[s] = p                for each edge (u, v), p   _add_edge
-    3  sum_p e[p,q] = sum of x[v,s] with consumed[s] = q                for each edge (u, v), q   _add_edge
-    4  y[g,p,q] >= e[p,q]                                               for each edge of group g  _add_groups
-    5  held = sum bytes[v,s] x[v,s] + sum bytes[g,p,q] y[g,p,q]                                   _add_memory
-       T >= transient[v,s] x[v,s] summed over s for each op, held + T <= limit
+    1  sum_s x[v,s] = 1, x binary                      for each op               _add_nodes
+    2  sum_q e[p,q] = sum_{s: produced[s] = p} x[u,s]  for each edge (u, v), p   _add_edge
+    3  sum_p e[p,q] = sum_{s: consumed[s] = q} x[v,s]  for each edge (u, v), q   _add_edge
+    4  y[g,p,q] >= e[p,q]                              for each edge of group g  _add_groups
+    5  held = sum bytes[v,s] x[v,s] + sum bytes[g,p,q] y[g,p,q], held + T <= limit,
+       T >= sum_s transient[v,s] x[v,s]                for each op               _add_memory
 
-The equalities 2 and 3 make the linear relaxation tight, mostly integral: it is solved first. Arrays come in, choices go
-out; nothing here knows what a strategy is.
+The equalities 2 and 3 make the linear relaxation tight, mostly integral: it is solved first. Arrays
+come in, choices go out; nothing here knows what a strategy is.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
+from ortools.math_opt import model_pb2  # type: ignore[import-untyped]  # has no stubs
+from ortools.math_opt.python import mathopt  # type: ignore[import-untyped]
 
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.units import format_bytes
@@ -34,8 +34,6 @@ Ints = npt.NDArray[np.int64]
 
 # HiGHS works to 1e-7 (primal and dual) and 1e-6 (integrality) on numbers scaled to about 1.
 _INTEGRALITY = 1e-6
-# Columns whose reduced cost is below this share of the optimum are tried first.
-_NEARLY = 1e-3
 # Share of the memory limit that a solve gives up after rounding has overstepped the limit.
 _MEMORY_SLACK = 2e-6
 # A solution this near its bound, relative, counts as proven.
@@ -57,8 +55,8 @@ class Edge:
 
     producer: int
     consumer: int
-    produced: npt.NDArray[np.integer]
-    consumed: npt.NDArray[np.integer]
+    produced: Ints
+    consumed: Ints
     group: int
 
 
@@ -236,7 +234,7 @@ def solve_intra_op(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Objective:
-    """What to minimise: a number per strategy, per conversion (inf: forbidden), per transient byte."""
+    """What to minimise: a number per strategy, conversion (inf: forbidden) and transient byte."""
 
     nodes: tuple[Floats, ...]
     conversions: tuple[Floats, ...]
@@ -566,10 +564,14 @@ def _optimise(
     for columns in draft.forbidden:
         upper[columns] = 0.0
     scale = _scale(draft, costs)
-    solved = _relax_then_round(draft.program, costs / scale, upper, num_choices, deadline)
-    if solved is None:
-        return None
-    values, bound = solved
+    for num_integers in (0, num_choices):
+        proto = draft.program.to_proto(costs / scale, upper, num_integers)
+        solved = _call_solver(proto, deadline, limit is not None)
+        if solved is None:
+            return None
+        values, bound = solved
+        if len(values) and np.abs(values - np.round(values))[:num_choices].max() <= _INTEGRALITY:
+            break
     choices = tuple(
         int(kept[np.argmax(values[columns])]) for kept, columns in zip(draft.kept, draft.columns)
     )
@@ -585,49 +587,29 @@ def _scale(draft: _Draft, costs: Floats) -> float:
     return max(typical, float(costs.max(initial=0.0)) * 1e-5) or 1.0
 
 
-def _relax_then_round(
-    program: _Program, objective: Floats, upper: Floats, num_integers: int, deadline: float
-) -> tuple[Floats, float] | None:
-    """Values of an optimal solution whose first columns are integer, and the proven bound.
-
-    The relaxation first. Where it is fractional, a solution among the columns it finds nearly as
-    good, of value U; then the whole program without the columns whose reduced cost says that no
-    solution with them is below U. This proves the optimum several times faster than the program
-    as it stands.
-    """
-    relaxed = _call_solver(program.to_proto(objective, upper, 0), deadline)
-    if relaxed is None:
-        return None
-    values, bound, reduced = relaxed
-    if np.abs(values - np.round(values))[:num_integers].max(initial=0.0) <= _INTEGRALITY:
-        return values, bound
-    best, least = np.empty(0), np.inf
-    for allowed in (_NEARLY * abs(bound), np.inf):
-        slack = min(allowed, least - bound + 1e-6 * abs(bound))
-        fixed = np.where(reduced > slack, 0.0, upper)
-        solved = _call_solver(program.to_proto(objective, fixed, num_integers), deadline)
-        if solved is not None and float(objective @ solved[0]) < least:
-            best, least = solved[0], float(objective @ solved[0])
-    if not len(best):
-        return None
-    return best, min(least, solved[1]) if solved else least
-
-
 def _call_solver(
-    proto: model_pb2.ModelProto, deadline: float
-) -> tuple[Floats, float, Floats] | None:
-    """Values, proven bound and reduced costs (of a relaxation); None where infeasible.
+    proto: model_pb2.ModelProto, deadline: float, limited: bool
+) -> tuple[Floats, float] | None:
+    """Values of the columns and the proven bound; None where the program is infeasible.
+
+    Without presolve, which saves no time here and in HiGHS 1.12 can loop forever on these programs,
+    deaf to the time limit. The heuristics that presolve a smaller program are kept only for a
+    memory limit, where they are worth a factor of five.
 
     Raises:
         AutoplanError: The deadline passed without a solution, or the solver failed.
     """
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.05)),
+        presolve=mathopt.Emphasis.OFF,
         random_seed=1,
         relative_gap_tolerance=1e-7,
         absolute_gap_tolerance=1e-8,
     )
     parameters.highs.string_options["parallel"] = "off"
+    if not limited:
+        for name in ("rins", "rens", "root_reduced_cost"):
+            parameters.highs.bool_options[f"mip_heuristic_run_{name}"] = False
     model = mathopt.Model.from_model_proto(proto)
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
     reason = result.termination.reason
@@ -642,5 +624,4 @@ def _call_solver(
             f"{result.termination.detail or 'no detail'}). Give it more time_limit_s."
         )
     values = np.array(list(result.variable_values().values()))
-    reduced = np.array(list(result.reduced_costs().values()) if result.has_dual_feasible_solution() else [])
-    return values, float(result.termination.objective_bounds.dual_bound), reduced
+    return values, float(result.termination.objective_bounds.dual_bound)
