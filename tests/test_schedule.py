@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -28,7 +31,7 @@ from autoplan.schedule import (
 )
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 2), (2, 7), (3, 3), (4, 2), (4, 4), (4, 9), (7, 3), (8, 16)]
-TORCH = {
+TORCH: dict[str, Any] = {
     "gpipe": torch_schedules.ScheduleGPipe,
     "1f1b": torch_schedules.Schedule1F1B,
     "infer": torch_schedules._ScheduleForwardOnly,
@@ -184,6 +187,10 @@ def test_transfers_by_hand() -> None:
     assert timeline.end_s == 10.5
 
 
+def both_posted(posts: list[float]) -> bool:
+    return len(posts) == 2
+
+
 class VirtualTorch:
     """Runs PyTorch's own `_step_microbatches` of every stage in a thread with a clock of its own.
 
@@ -199,27 +206,28 @@ class VirtualTorch:
         monkeypatch.setattr(torch_schedules, "_batch_p2p", self.post)
         monkeypatch.setattr(torch_schedules, "_wait_batch_p2p", self.wait)
 
-    def post(self, operations: list, desc: str | None = None) -> list:
+    def post(self, operations: list[Any], desc: str | None = None) -> list[Any]:
         with self.meeting:
             for operation in operations:
                 self.posted.setdefault(operation.key, []).append(self.local.clock)
             self.meeting.notify_all()
         return operations
 
-    def wait(self, works: list) -> None:
+    def wait(self, works: list[Any]) -> None:
         for work in works:
             with self.meeting:
-                met = self.meeting.wait_for(lambda k=work.key: len(self.posted[k]) == 2, timeout=20)
+                posts = self.posted[work.key]
+                met = self.meeting.wait_for(partial(both_posted, posts), timeout=20)
                 assert met, f"{work.key} never met its other end"
-                arrival = max(self.posted[work.key]) + self.send_s[work.key[1]]
+                arrival = max(posts) + self.send_s[work.key[1]]
             self.local.clock = max(self.local.clock, arrival)
 
     def stage(self, index: int, count: int, forward_s: float, backward_s: float) -> SimpleNamespace:
-        def operations(kind: str, boundary: int, peer: int):
+        def operations(kind: str, boundary: int, peer: int) -> Callable[[int], list[Any]]:
             exists = 0 <= boundary < count - 1
             return lambda m: [SimpleNamespace(key=(kind, boundary, m), peer=peer)] * exists
 
-        def compute(kind: str, seconds: float):
+        def compute(kind: str, seconds: float) -> Callable[..., None]:
             def run(microbatch: int, *_: object, **__: object) -> None:
                 start = self.local.clock
                 self.local.clock += seconds
@@ -238,7 +246,9 @@ class VirtualTorch:
             perform_reduce_grad=lambda _: None,
         )
 
-    def run(self, name: str, m: int, forward_s: list[float], backward_s: list[float]) -> list:
+    def run(
+        self, name: str, m: int, forward_s: list[float], backward_s: list[float]
+    ) -> list[float]:
         """Every stage's clock at its end."""
         count = len(forward_s)
         finish = [-1.0] * count
@@ -310,6 +320,6 @@ def test_faster_link_never_makes_a_step_slower() -> None:
         (((1.0, 1.0), (1.0, 1.0), (float("nan"),)), "send_s"),
     ],
 )
-def test_times_that_do_not_fit_are_refused(times: tuple, match: str) -> None:
+def test_times_that_do_not_fit_are_refused(times: tuple[Any, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         replay(gpipe(2, 2), *times)

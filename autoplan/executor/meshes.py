@@ -57,6 +57,23 @@ class Ranks:
         return self.mesh.get_group("pp")
 
 
+def check_world(plan: Plan) -> int:
+    """The number of processes of this launch, which must be the plan's.
+
+    Raises:
+        PlanError: They differ; the message has both numbers.
+    """
+    layout = plan.layout
+    wanted = layout.dp * layout.tp * layout.pp
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != wanted:
+        raise PlanError(
+            f"the plan is for {wanted} processes (pp={layout.pp}, dp={layout.dp}, tp={layout.tp}), this launch has {world}. "
+            f"Launch with torchrun --nproc-per-node so that the total is {wanted}, or plan for {world} devices."
+        )
+    return world
+
+
 def join(plan: Plan) -> Ranks:
     """This process's place in the plan; every process of the launch calls it once.
 
@@ -68,15 +85,9 @@ def join(plan: Plan) -> Ranks:
     """
     layout = plan.layout
     sizes = (layout.dp, layout.tp)
-    wanted = layout.dp * layout.tp * layout.pp
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world != wanted:
-        raise PlanError(
-            f"the plan is for {wanted} processes (pp={layout.pp}, dp={layout.dp}, tp={layout.tp}), this launch has {world}. "
-            f"Launch with torchrun --nproc-per-node so that the total is {wanted}, or plan for {world} devices."
-        )
+    world = check_world(plan)
     device = _device(world)
-    if wanted == 1:
+    if world == 1:
         return Ranks(device, 0, (0, 0), sizes, None)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -20,7 +20,7 @@ from autoplan.capture import Captured
 from autoplan.errors import ExecutionError, PlanError
 from autoplan.executor.collectives import convert_stored
 from autoplan.executor.local_ops import _stream
-from autoplan.executor.meshes import Ranks, join
+from autoplan.executor.meshes import Ranks, check_world, join
 from autoplan.executor.parameters import StoredParameter, make_parameter, own_shard
 from autoplan.executor.pipeline import Pipeline, StageRun, run_forward, train_alone
 from autoplan.executor.stage import Body, build_stage
@@ -421,4 +421,4 @@ def _put_buffer(root: nn.Module, name: str, value: Tensor, *, persistent: bool) 
     container.register_buffer(last, value, persistent=persistent)
 
 
-__all__ = ["ParallelModule", "Ranks"]
+__all__ = ["ParallelModule", "Ranks", "check_world"]

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from autoplan.errors import InfeasibleError
-from autoplan.schedule import make_schedule, replay
+from autoplan.schedule import Schedule, make_schedule, replay
 from autoplan.solver.inter_op import LayerCosts, StageAssignment, partition_layers
 from tests.reference import best_partition, partitions, stage_numbers
 
@@ -200,11 +202,11 @@ def random_costs(seed: int) -> tuple[LayerCosts, int, int]:
     costs = LayerCosts(
         forward_s=forward,
         backward_s=rng.integers(1, 9, shape).astype(float),
-        step_s=rng.integers(0, 9, shape) * float(rng.integers(0, 2)),
+        step_s=(rng.integers(0, 9, shape) * rng.integers(0, 2)).astype(float),
         held_bytes=held,
         activation_bytes=rng.integers(0, 4, shape).astype(float),
         transient_bytes=rng.integers(0, 6, shape).astype(float),
-        send_s=rng.integers(0, 4, num_layers - 1) * float(rng.integers(0, 2)),
+        send_s=(rng.integers(0, 4, num_layers - 1) * rng.integers(0, 2)).astype(float),
         shared=((tied, 3.0),),
     )
     return costs, int(rng.integers(1, min(4, num_layers) + 1)), int(rng.integers(1, 9))
@@ -234,9 +236,7 @@ def test_equals_exhaustive_partition(schedule: str) -> None:
         )
         check_complete(found, costs.num_layers, num_stages)
         check_numbers(costs, found, plan, in_flight, limit)
-        assert found.step_s <= quickest_of_optimal(costs, plan, in_flight, limit, total) * (
-            1 + 1e-9
-        )
+        assert found.step_s <= slowest_of_optimal(costs, plan, in_flight, limit, total) * (1 + 1e-9)
         ends.append("found")
     assert ends.count("found") > 60
     assert ends.count("refused") > 10
@@ -257,7 +257,13 @@ def test_least_bottleneck_of_uneven_forward_and_backward() -> None:
         assert found.bottleneck_s == pytest.approx(least, abs=1e-9)
 
 
-def check_numbers(costs, found, plan, in_flight, limit) -> None:
+def check_numbers(
+    costs: LayerCosts,
+    found: StageAssignment,
+    plan: Schedule,
+    in_flight: list[int],
+    limit: float,
+) -> None:
     """What an assignment says of itself is what the definition says of its bounds and points."""
     trains = plan.trains
     numbers = [
@@ -270,7 +276,12 @@ def check_numbers(costs, found, plan, in_flight, limit) -> None:
     assert found.step_s == pytest.approx(replayed_step(costs, found.bounds, found.points, plan))
 
 
-def replayed_step(costs, bounds, points, plan) -> float:
+def replayed_step(
+    costs: LayerCosts,
+    bounds: Sequence[tuple[int, int]],
+    points: Sequence[int],
+    plan: Schedule,
+) -> float:
     """Seconds of a step: the replay, then on each stage what runs once."""
     runs = [(point, slice(*b)) for point, b in zip(points, bounds)]
     timeline = replay(
@@ -283,7 +294,9 @@ def replayed_step(costs, bounds, points, plan) -> float:
     return max(end + own for end, own in zip(timeline.finish_s, once))
 
 
-def quickest_of_optimal(costs, plan, in_flight, limit, total) -> float:
+def slowest_of_optimal(
+    costs: LayerCosts, plan: Schedule, in_flight: list[int], limit: float, total: float
+) -> float:
     """The slowest replay among the partitions whose sum + (m - 1) * bottleneck is least.
 
     The dynamic program may meet any of them, and takes a better replay if it sees one.

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doors in Python: `optimize` makes a plan, `parallelize` runs one. Arguments are checked and the rooms called in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from autoplan.cluster import Cluster
+from autoplan.errors import InfeasibleError, PlanError
+from autoplan.plan import ClusterSummary, InputTensor, Plan, Settings, Signature
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autoplan.capture import Captured
+    from autoplan.executor.module import ParallelModule
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
+MODES = ("train", "infer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """What the user decides; everything left None is searched.
+
+    Attributes:
+        tp, pp, dp: Degrees: ranks that split an activation by anything but the batch, pipeline stages, ranks that split the batch.
+        zero: 0 to 3, for every parameter that can be split so.
+        num_microbatches: Equal parts of the global batch, one after the other.
+        schedule: "gpipe" or "1f1b".
+        recompute: Recompute every repeated block, or none.
+        stage_layers: Layers of each stage.
+        placements: Parameter name pattern -> spec over (dp, tp), as {"model.layers.*.up_proj.weight": "RS(0)"}.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    recompute: bool | None = None
+    stage_layers: tuple[int, ...] | None = None
+    placements: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The pins that are set, as plain data."""
+        found: dict[str, Any] = {}
+        for name in ("tp", "pp", "dp", "zero", "num_microbatches", "schedule", "recompute"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.stage_layers is not None:
+            found["stage_layers"] = list(self.stage_layers)
+        if self.placements:
+            found["placements"] = dict(sorted(self.placements.items()))
+        return found
+
+
+def optimize(
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: Mapping[str, object] | tuple[object, ...],
+    *,
+    loss_fn: Callable[[object, object], torch.Tensor] | None = None,
+    mode: str = "train",
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    pins: Pins | None = None,
+    memory_reserve: float = 0.08,
+    time_limit_s: float = 60.0,
+    top: int = 3,
+    progress: Callable[[str, float], None] | None = None,
+) -> Plan:
+    """The fastest plan that the cost model knows for a model on a cluster.
+
+    Args:
+        model: Any nn.Module, on meta too; never modified, nor the caller's random state.
+        cluster: `Cluster.load("dgx-h100-2x8")`, a path, or `Cluster(...)`.
+        example_inputs: One global batch: a dict of keyword inputs, or a tuple of positional ones.
+        loss_fn: loss_fn(outputs, batch) -> scalar; default: the model's own loss.
+        mode: "train", or "infer" for forward only.
+        optimizer: Whose state is held: "adamw", "adam", "sgd", "sgd-momentum".
+        precision: None keeps the model's dtypes; "bf16-mixed": parameters, gradients and states float32, cast to bfloat16 for use.
+        pins: What is already decided.
+        memory_reserve: Share of a device's memory that is left free.
+        time_limit_s: For the search.
+        top: How many other layouts to keep with the reason they lost.
+        progress: Called with (what, share done).
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        InfeasibleError: No plan fits memory, sizes and pins.
+        ValueError: An argument is not one of those named here.
+    """
+    from autoplan.capture import capture
+    from autoplan.costs.profile import Profiles
+    from autoplan.solver.assemble import assemble
+    from autoplan.solver.search import Search, Space
+
+    pins = pins or Pins()
+    _check(mode, optimizer, memory_reserve, pins)
+    if progress is not None:
+        progress("capture", 0.0)
+    captured = capture(model, example_inputs, loss_fn=loss_fn, mode=mode, precision=precision)
+    space = Space.of(captured.graph)
+    limit = cluster.device.memory_bytes * (1.0 - memory_reserve)
+    search = Search(space, cluster, _pinned(pins), mode == "train", optimizer, limit, time_limit_s, progress)
+    search.run()
+    decision, figures = search.decide()
+    figures = replace(figures, alternatives=search.alternatives(top))
+    settings = Settings(mode=mode, optimizer=optimizer, precision=precision, memory_reserve=memory_reserve, pins=pins.to_json())
+    setting = _setting(model, captured, space, cluster, settings, Profiles.of(cluster).digest)
+    return assemble(setting, decision, figures)
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss_fn: Callable[[object, object], torch.Tensor] | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> ParallelModule:
+    """This rank's part of a planned model; called by every process of a torchrun launch with the same plan file.
+
+    Args:
+        model: The planned model; with real weights each rank takes its shards of them, on meta they are loaded or initialised
+            afterwards.
+        plan: The plan.
+        loss_fn: The one it was planned with, if any.
+        buffers: Values of buffers that a meta model lacks and no checkpoint has.
+
+    Raises:
+        PlanError: Another world size, another model, or other inputs than the plan's; before anything is loaded.
+    """
+    from autoplan.capture import capture
+    from autoplan.executor.module import ParallelModule, check_world
+
+    check_world(plan)
+    inputs = _example_inputs(plan)
+    captured = capture(model, inputs, loss_fn=loss_fn, mode=plan.settings.mode, precision=plan.settings.precision)
+    if captured.graph.digest != plan.fingerprint.graph:
+        raise PlanError(f"the plan was made for another model: {_first_difference(plan, captured)}. Plan again, or load the planned model.")
+    return ParallelModule(model, captured, plan, buffers or {})
+
+
+def _check(mode: str, optimizer: str, memory_reserve: float, pins: Pins) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is not known. Use one of {', '.join(MODES)}.")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer {optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
+    if not 0.0 <= memory_reserve < 1.0:
+        raise ValueError(f"memory_reserve {memory_reserve} is not a share. Give a number from 0 to below 1.")
+    for name in ("tp", "pp", "dp", "num_microbatches"):
+        value = getattr(pins, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InfeasibleError(f"{name}={value} is not a degree. Give a whole number from 1 on.")
+    if pins.zero not in (None, 0, 1, 2, 3):
+        raise InfeasibleError(f"zero={pins.zero} is not a ZeRO stage. Give 0, 1, 2 or 3.")
+    if pins.schedule not in (None, "gpipe", "1f1b"):
+        raise InfeasibleError(f"schedule {pins.schedule!r} is not known. Use 'gpipe' or '1f1b'.")
+
+
+def _pinned(pins: Pins):  # type: ignore[no-untyped-def]
+    from autoplan.solver.search import Pinned
+
+    return Pinned(
+        pins.tp,
+        pins.pp,
+        pins.dp,
+        pins.zero,
+        pins.num_microbatches,
+        pins.schedule,
+        pins.recompute,
+        tuple(pins.stage_layers) if pins.stage_layers is not None else None,
+        tuple(sorted(pins.placements.items())),
+    )
+
+
+def _setting(model, captured, space, cluster, settings, profiles_digest):  # type: ignore[no-untyped-def]
+    import torch
+
+    from autoplan.solver.assemble import Setting
+
+    tensors = tuple(
+        InputTensor(path=x.path, shape=x.shape, dtype=x.dtype, batch_dim=0 if x.value in space.batch.positions else None) for x in captured.leaves if x.value
+    )
+    persistent = set(model.state_dict(keep_vars=True))
+    return Setting(
+        graph=captured.graph,
+        batch=space.batch,
+        signature=Signature(positional=captured.positional, tensors=tensors, constants={x.path: x.constant for x in captured.leaves if not x.value}),
+        settings=settings,
+        cluster=ClusterSummary(
+            name=cluster.name,
+            num_hosts=cluster.num_hosts,
+            devices_per_host=cluster.devices_per_host,
+            device=cluster.device.name,
+            memory_bytes=int(cluster.device.memory_bytes),
+            num_devices=cluster.num_devices,
+            description=cluster.to_json(),
+        ),
+        cluster_digest=cluster.digest,
+        profiles_digest=profiles_digest,
+        torch_version=str(torch.__version__),
+        unruled_ops=space.unruled_ops,
+        non_persistent=frozenset(n for n, _ in model.named_buffers(remove_duplicate=False) if n not in persistent),
+    )
+
+
+def _example_inputs(plan: Plan) -> Mapping[str, object] | tuple[object, ...]:
+    """Inputs with the planned structure, shapes and constants, without values."""
+    import torch
+
+    leaves: dict[str, object] = {t.path: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in plan.signature.tensors}
+    leaves.update(plan.signature.constants)
+    nested: dict[str, Any] = {}
+    for path, value in leaves.items():
+        *parents, last = path.split(".")
+        place = nested
+        for part in parents:
+            place = place.setdefault(part, {})
+        place[last] = value
+    structure = _as_containers(nested)
+    if plan.signature.positional:
+        return tuple(structure[str(i)] for i in range(len(structure)))
+    return structure
+
+
+def _as_containers(nested: dict[str, Any]) -> dict[str, Any]:
+    return {k: _as_list(v) if isinstance(v, dict) else v for k, v in nested.items()}
+
+
+def _as_list(nested: dict[str, Any]) -> Any:
+    inner = _as_containers(nested)
+    if all(k.isdigit() for k in inner):
+        return [inner[str(i)] for i in range(len(inner))]
+    return inner
+
+
+def _first_difference(plan: Plan, captured: Captured) -> str:
+    """In words, what differs first between the planned graph and this one."""
+    graph = captured.graph
+    if graph.name != plan.model.name:
+        return f"it is a {plan.model.name}, this is a {graph.name}"
+    for value in graph.of_kind("parameter"):
+        entry = plan.parameters.get(value.name)
+        if entry is None:
+            return f"it has no parameter {value.name!r}"
+        if tuple(entry.shape) != value.meta.shape:
+            return f"{value.name!r} has shape {tuple(entry.shape)} in it, here {value.meta.shape}"
+    missing = [n for n in plan.parameters if n not in graph.values and not any(n in g for g in graph.shared)]
+    if missing:
+        return f"it has a parameter {missing[0]!r} that this model lacks"
+    if plan.model.num_ops != len(graph.ops):
+        return f"it has {plan.model.num_ops} ops, this model {len(graph.ops)} (another mode, loss or library version)"
+    return f"its graph is {plan.fingerprint.graph}, this one's {graph.digest} (ops or arguments differ)"
