@@ -391,7 +391,7 @@ def _check_cluster(document: Plan, name: str) -> None:
 
 @cli.command()
 @click.option("--cluster", default="local-cpu-4", show_default=True, help="Processes to start.")
-@click.option("--pins", default="tp=2,pp=2", show_default=True, help='Pins, "" for none.')
+@click.option("--pins", default="", help='Pins, such as "tp=2,pp=2"; default: all is searched.')
 @click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Save the plan here.")
 @_common

@@ -139,7 +139,7 @@ def test_words_are_frozen() -> None:
     for command in cli.commands.values():
         assert common <= {word for p in command.params for word in p.opts}
     assert {p.name: p.default for p in cli.commands["demo"].params if p.name == "pins"} == {
-        "pins": "tp=2,pp=2"
+        "pins": ""
     }
 
 
