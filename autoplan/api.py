@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError, PlanError
+from autoplan.placements import Partial, Shard, parse_spec
 from autoplan.plan import ClusterSummary, InputTensor, Plan, Settings, Signature
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     from autoplan.capture import Captured
     from autoplan.executor.module import ParallelModule
+    from autoplan.graph import Graph
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 MODES = ("train", "infer")
@@ -107,7 +111,8 @@ def optimize(
     captured = capture(model, example_inputs, loss_fn=loss_fn, mode=mode, precision=precision)
     space = Space.of(captured.graph)
     limit = cluster.device.memory_bytes * (1.0 - memory_reserve)
-    search = Search(space, cluster, _pinned(pins), mode == "train", optimizer, limit, time_limit_s, progress)
+    pinned = _pinned(pins, _placements(captured.graph, pins, cluster.num_devices))
+    search = Search(space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress)
     search.run()
     decision, figures = search.decide()
     figures = replace(figures, alternatives=search.alternatives(top))
@@ -139,7 +144,7 @@ def parallelize(
     from autoplan.executor.module import ParallelModule, check_world
 
     check_world(plan)
-    inputs = _example_inputs(plan)
+    inputs = _example_inputs(model, plan)
     captured = capture(model, inputs, loss_fn=loss_fn, mode=plan.settings.mode, precision=plan.settings.precision)
     if captured.graph.digest != plan.fingerprint.graph:
         raise PlanError(f"the plan was made for another model: {_first_difference(plan, captured)}. Plan again, or load the planned model.")
@@ -161,9 +166,69 @@ def _check(mode: str, optimizer: str, memory_reserve: float, pins: Pins) -> None
         raise InfeasibleError(f"zero={pins.zero} is not a ZeRO stage. Give 0, 1, 2 or 3.")
     if pins.schedule not in (None, "gpipe", "1f1b"):
         raise InfeasibleError(f"schedule {pins.schedule!r} is not known. Use 'gpipe' or '1f1b'.")
+    stages, parts = pins.pp or 1, pins.num_microbatches
+    if pins.schedule == "1f1b" and parts is not None and parts < stages:
+        raise InfeasibleError(
+            f"schedule 1f1b cannot run num_microbatches={parts} on pp={stages} stages: it starts with a microbatch on every stage. "
+            f"Use at least {stages} microbatches, or schedule='gpipe'."
+        )
 
 
-def _pinned(pins: Pins):  # type: ignore[no-untyped-def]
+def _placements(graph: Graph, pins: Pins, num_devices: int) -> tuple[tuple[str, str], ...]:
+    """The pinned placements by the graph's own names: a tied parameter has one, whichever of its names was pinned.
+
+    Raises:
+        InfeasibleError: All that is wrong at once: a pattern names no parameter, names of one parameter are pinned differently,
+            or a dim does not divide by a pinned degree.
+    """
+    names = {n: group[0] for group in graph.shared for n in group}
+    names = {**{v.name: v.name for v in graph.of_kind("parameter")}, **{n: f for n, f in names.items() if graph.values[f].kind == "parameter"}}
+    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    wrong: list[str] = []
+    for pattern, spec in sorted(pins.placements.items()):
+        matched = [n for n in names if fnmatchcase(n, pattern)]
+        if not matched:
+            near = get_close_matches(pattern, names, 1)
+            wrong.append(f"placements has {pattern!r}, which names no parameter of {graph.name}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        for name in matched:
+            first = names[name]
+            if name != first:
+                aliases[first] = spec
+            if (name != first or first in aliases) and found.get(first, spec) != spec:
+                wrong.append(f"{name} and {first} are one tensor and cannot be placed as {spec} and as {found[first]}")
+            found[first] = spec
+    for name, spec in found.items():
+        wrong += _spec_problems(name, graph.values[name].meta.shape, spec, pins, num_devices)
+    if wrong:
+        raise InfeasibleError(f"the pinned placements are not possible: {'; '.join(dict.fromkeys(wrong))}.")
+    return (*sorted(aliases.items()), *sorted(pins.placements.items()))
+
+
+def _spec_problems(name: str, shape: tuple[int, ...], text: str, pins: Pins, num_devices: int) -> Iterator[str]:
+    """What keeps a parameter of this shape from being placed so, with what is possible."""
+    try:
+        spec = parse_spec(text)
+    except ValueError as error:
+        yield f"{name}: {error}"
+        return
+    if len(spec) != 2 or any(isinstance(p, Partial) for p in spec):
+        yield f"{name}: {text!r} is not a placement over (dp, tp); write one of R, S(dim) for each, as in 'RS(0)'"
+        return
+    for axis, degree, placement in zip(("dp", "tp"), (pins.dp, pins.tp), spec):
+        if not isinstance(placement, Shard):
+            continue
+        if placement.dim >= len(shape):
+            yield f"{name} of shape {shape} has no dim {placement.dim}, which {text} splits"
+        elif degree is not None and shape[placement.dim] % degree:
+            size = shape[placement.dim]
+            valid = ", ".join(str(d) for d in range(1, num_devices + 1) if size % d == 0)
+            others = [f"dim {d} ({s})" for d, s in enumerate(shape) if s % degree == 0]
+            instead = f"leave it replicated ('RR'){' or split ' + ' or '.join(others) if others else ''}"
+            yield f"{name}: dim {placement.dim} has {size} elements, which {axis}={degree} does not divide (valid {axis}: {valid}); {instead}"
+
+
+def _pinned(pins: Pins, placements: tuple[tuple[str, str], ...]):  # type: ignore[no-untyped-def]
     from autoplan.solver.search import Pinned
 
     return Pinned(
@@ -175,7 +240,7 @@ def _pinned(pins: Pins):  # type: ignore[no-untyped-def]
         pins.schedule,
         pins.recompute,
         tuple(pins.stage_layers) if pins.stage_layers is not None else None,
-        tuple(sorted(pins.placements.items())),
+        placements,
     )
 
 
@@ -210,11 +275,12 @@ def _setting(model, captured, space, cluster, settings, profiles_digest):  # typ
     )
 
 
-def _example_inputs(plan: Plan) -> Mapping[str, object] | tuple[object, ...]:
-    """Inputs with the planned structure, shapes and constants, without values."""
+def _example_inputs(model: nn.Module, plan: Plan) -> Mapping[str, object] | tuple[object, ...]:
+    """Inputs with the planned structure, shapes and constants, on the model's device."""
     import torch
 
-    leaves: dict[str, object] = {t.path: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in plan.signature.tensors}
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    leaves: dict[str, object] = {t.path: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in plan.signature.tensors}
     leaves.update(plan.signature.constants)
     nested: dict[str, Any] = {}
     for path, value in leaves.items():

@@ -16,6 +16,7 @@ import dataclasses
 import operator
 import random
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,7 +101,6 @@ class Captured:
     Attributes:
         graph: What is computed.
         leaves: The flattened example inputs, tensors and constants, in order.
-        input_structure: pytree spec of (args, kwargs).
         output: The model's own output structure.
         constants: Tensors the trace lifted out of the code, by value name.
         positional: The example inputs were a tuple.
@@ -108,7 +108,6 @@ class Captured:
 
     graph: Graph
     leaves: tuple[InputLeaf, ...]
-    input_structure: object
     output: OutputTree
     constants: Mapping[str, torch.Tensor]
     positional: bool
@@ -142,7 +141,7 @@ def capture(
     note = _OutputNote()
     wrapper = _WithLoss(copied, loss_fn, mode, positional, note)
     exported = _export(wrapper, args, kwargs)
-    leaves, structure = _input_leaves(args, kwargs, positional)
+    leaves = _input_leaves(args, kwargs)
     assert note.tree is not None, "the trace has run the wrapper"
     graph, constants = _to_graph(model, exported, note.num_tensors, leaves, precision)
     if mode == "train" and (graph.loss is None or not graph.values[graph.loss].requires_grad):
@@ -151,7 +150,7 @@ def capture(
             "model returns its own loss (a scalar, `.loss` or ['loss']), pass loss_fn(outputs, batch) -> scalar, or use mode='infer'."
         )
     graph.verify()
-    return Captured(graph, leaves, structure, note.tree, constants, positional)
+    return Captured(graph, leaves, note.tree, constants, positional)
 
 
 @dataclass
@@ -293,7 +292,7 @@ def _random_state_kept() -> Iterator[None]:
 
 
 def _export(
-    wrapper: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    wrapper: _WithLoss, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> torch.export.ExportedProgram:
     try:
         with _random_state_kept(), warnings.catch_warnings():
@@ -302,44 +301,53 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:  # torch.export has no base class of its own for what it refuses
-        raise CaptureError(_explain(error)) from error
+        raise CaptureError(_explain(error, wrapper)) from error
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, wrapper: _WithLoss) -> str:
     """torch.export's refusal as one message: what, where in the model's code, what to do."""
     text = str(error)
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        frames.append((code.co_filename, str(trace.tb_lineno), code.co_name))
-        trace = trace.tb_next
+    paths = {id(m): name for name, m in wrapper.model.named_modules()}
+    inside = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        frames.append((code.co_filename, str(line), code.co_name))
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        inside = owner if id(owner) in paths else inside  # the innermost module whose method runs
     own = [
         f
         for f in frames
         if "/torch/" not in f[0] and "/autoplan/" not in f[0] and f[2] != "<module>"
     ]
     where = f" at {own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]} in {own[-1][2]}" if own else ""
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    hint = ""
+    if inside is not None:
+        path = paths[id(inside)]
+        where += f" ({f'module {path!r}, a ' if path else ''}{type(inside).__name__})"
     if (
         "data-dependent" in text
         or "DataDependent" in type(error).__name__
         or "Could not guard" in text
     ):
-        hint = " The code branches on the values of a tensor: make the branch depend on shapes or configuration only, or use torch.where."
-    return f"torch.export cannot capture the model{where}: {first[:300]}{hint}"
-
-
-def _input_leaves(
-    args: tuple[object, ...], kwargs: dict[str, object], positional: bool
-) -> tuple[tuple[InputLeaf, ...], object]:
-    with_paths, structure = pytree.tree_flatten_with_path((args, kwargs))
-    leaves = []
-    for path, leaf in with_paths:
-        name = ".".join(
-            str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path[1:]
+        return (
+            f"the model cannot be captured{where}: the code branches on the values of a tensor, which a plan cannot know. Make the branch "
+            "depend on shapes or configuration only, or use torch.where."
         )
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return f"torch.export cannot capture the model{where}: {first[:300]}"
+
+
+def leaf_path(keys: tuple[object, ...]) -> str:
+    """The name of one leaf of (args, kwargs): "input_ids", "0", "features.1"."""
+    return ".".join(
+        str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in keys[1:]
+    )
+
+
+def _input_leaves(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[InputLeaf, ...]:
+    leaves = []
+    for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        name = leaf_path(path)
         if isinstance(leaf, torch.Tensor):
             leaves.append(InputLeaf(name, name, None, tuple(leaf.shape), _dtype(leaf.dtype)))
         elif leaf is None or isinstance(leaf, bool | int | float | str):
@@ -348,7 +356,7 @@ def _input_leaves(
             raise CaptureError(
                 f"input {name!r} is a {type(leaf).__name__}. Inputs are tensors, numbers, strings, None and nests of them."
             )
-    return tuple(leaves), structure
+    return tuple(leaves)
 
 
 def _dtype(dtype: torch.dtype) -> str:

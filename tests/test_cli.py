@@ -382,7 +382,7 @@ def test_demo_passes_its_arguments_and_code(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == [
         {
             "cluster": "local-cpu-4",
-            "pins": "tp=2,pp=2",
+            "pins": "",
             "steps": 30,
             "output": None,
             "json": False,

@@ -22,8 +22,8 @@ from autoplan.cluster import (
     Link,
     axis_group,
     group_of,
-    known_clusters,
 )
+from autoplan.cluster_format import known_clusters
 from autoplan.errors import ClusterError
 from autoplan.units import GIB
 

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from autoplan.cluster import (
-    Cluster,
-    known_clusters,
-    known_devices,
-    known_links,
-    profiles_dir,
-)
+from autoplan.cluster import Cluster
+from autoplan.cluster_format import known_clusters, known_devices, known_links, profiles_dir
 
 NUMBERS = {
     "devices": ("memory_GiB", "memory_GBps", "peak_TFLOPs", "kernel.launch_us"),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autoplan.costs.products import attention_flop, convolution_flop, product_of
 from autoplan.costs.saved import input_slots, saved_by
 from autoplan.graph import Op, TensorMeta
 from autoplan.units import DTYPE_BYTES
@@ -225,48 +226,9 @@ def _spread_backward(call: _Call) -> _Kernels:
 # -- products --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n] (+ added)."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    left: int
-    right: int
-    added: int | None = None
-    transposed: bool = False  # right is stored [n, k]
-
-    @property
-    def flop(self) -> float:
-        return 2.0 * self.batch * self.m * self.n * self.k
-
-
-def _product_of(call: _Call) -> _Product | None:
-    """The product that a call is; None for an einsum that is none."""
-    stem = call.op.target.split(".")[1]
-    if stem == "einsum":
-        return _einsum_product(call)
-    left, right, added = _OPERANDS[stem]
-    (i,), (j,) = input_slots(call.op, left), input_slots(call.op, right)
-    bias = call.slot(added) if added else None
-    a, b = call.inputs[i].shape, call.inputs[j].shape
-    if stem == "linear":
-        n, k = (b[0], b[1]) if len(b) == 2 else (1, b[0])
-        return _Product(1, math.prod(a[:-1]), n, k, i, j, bias, transposed=True)
-    if stem == "grouped_mm_fallback":  # (m, k) rows and (experts, k, n) weights: a row meets one
-        return _Product(1, a[0], b[-1], b[-2], i, j)
-    m = a[-2] if len(a) > 1 else 1
-    n = b[-1] if len(b) > 1 else 1
-    if len(b) <= 2:  # torch folds the batch into the rows
-        return _Product(1, math.prod(a[:-1]), n, a[-1], i, j, bias)
-    return _Product(call.out.numel // max(m * n, 1), m, n, a[-1], i, j, bias)
-
-
 def _matmul(call: _Call) -> _Kernels:
     """2 b m n k FLOP; reads both operands and the addend, writes the product."""
-    p = _product_of(call)
+    p = product_of(call.op, call.inputs, call.out)
     if p is None:
         return _stream(call)
     num_bytes = float(_total(call.inputs) + call.out.size_bytes)
@@ -279,7 +241,7 @@ def _matmul_backward(call: _Call) -> _Kernels:
 
     The addend's gradient is a sum. So is an operand's that was broadcast along the batch.
     """
-    p = _product_of(call)
+    p = product_of(call.op, call.inputs, call.out)
     if p is None:
         return _stream_backward(call)
     d_right = (p.batch, p.n, p.k, p.m) if p.transposed else (p.batch, p.k, p.n, p.m)
@@ -303,50 +265,24 @@ def _matmul_backward(call: _Call) -> _Kernels:
     return tuple(kernels)
 
 
-def _einsum_product(call: _Call) -> _Product | None:
-    """The batched product that an einsum of two operands is, by its letters; None for others."""
-    equation = str(call.op.arguments.get("equation", "")).replace(" ", "")
-    if len(call.inputs) != 2 or "->" not in equation or equation.count(",") != 1:
-        return None
-    terms, out = equation.split("->")
-    size: dict[str, int] = {}
-    letters: list[set[str]] = []
-    for term, x in zip(terms.split(","), call.inputs):
-        # the dims of an ellipsis get digits as their letters, counted from the right
-        width = len(x.shape) - len(term.replace("...", ""))
-        named = term.replace("...", "9876543210"[10 - width :])
-        letters.append(set(named))
-        for letter, length in zip(named, x.shape):
-            size[letter] = max(size.get(letter, 1), length)
-    a, b = letters
-    kept = set(out.replace("...", "9876543210"))
-    groups = (a & b & kept, (a - b) & kept, (b - a) & kept, (a & b) - kept)
-    batch, m, n, k = (math.prod(size[c] for c in group) for group in groups)
-    return _Product(batch, m, n, k, 0, 1)
-
-
 # -- convolution and attention ---------------------------------------------------------------------
-
-
-def _convolution_flop(call: _Call) -> float:
-    """2 * outputs * (channels in / groups) * kernel elements.
-
-    Transposed: 2 * inputs * (channels out / groups) * kernel elements. The weight is (out,
-    in / groups, *kernel), transposed (in, out / groups, *kernel): all but its first dim count.
-    """
-    transposed = "transpose" in call.op.target or bool(call.op.arguments.get("transposed"))
-    each = call.inputs[0].numel if transposed else call.out.numel
-    return 2.0 * each * math.prod(call.inputs[1].shape[1:])
 
 
 def _convolution(call: _Call) -> _Kernels:
     num_bytes = float(_total(call.inputs) + call.out.size_bytes)
-    return (Kernel("convolution", _convolution_flop(call), num_bytes, call.inputs[0].dtype),)
+    return (
+        Kernel(
+            "convolution",
+            convolution_flop(call.op, call.inputs, call.out),
+            num_bytes,
+            call.inputs[0].dtype,
+        ),
+    )
 
 
 def _convolution_backward(call: _Call) -> _Kernels:
     """A convolution each for data and weight, as many FLOP as forward; the bias is a sum."""
-    flop, dtype = _convolution_flop(call), call.inputs[0].dtype
+    flop, dtype = convolution_flop(call.op, call.inputs, call.out), call.inputs[0].dtype
     both = call.inputs[0].size_bytes + call.inputs[1].size_bytes + call.out.size_bytes
     kernels = []
     for i in call.wanted:
@@ -357,22 +293,13 @@ def _convolution_backward(call: _Call) -> _Kernels:
     return tuple(kernels)
 
 
-def _attention_flop(call: _Call) -> float:
-    """q k^T and p v, 2 b h s t d each; half of it under a causal mask, which skips blocks.
-
-    Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
-    2023, section 4.1.
-    """
-    query, key, value = (t.shape for t in call.inputs[:3])
-    flop = 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    return flop / 2 if call.op.arguments.get("is_causal") else flop
-
-
 def _attention(call: _Call) -> _Kernels:
     """Fused: q, k, v (and mask) in, output and log-sum-exp out; the scores never reach memory."""
     lse_bytes = 4.0 * math.prod(call.inputs[0].shape[:-1])
     num_bytes = _total(call.inputs) + call.out.size_bytes + lse_bytes
-    return (Kernel("attention", _attention_flop(call), num_bytes, call.inputs[0].dtype),)
+    return (
+        Kernel("attention", attention_flop(call.op, call.inputs), num_bytes, call.inputs[0].dtype),
+    )
 
 
 def _attention_backward(call: _Call) -> _Kernels:
@@ -381,12 +308,16 @@ def _attention_backward(call: _Call) -> _Kernels:
     Reads q, k, v, mask, output, its gradient and the log-sum-exp; writes the gradients that are
     needed. All come from one kernel, so a gradient that nobody needs saves no FLOP.
 
-    Source: as `_attention_flop`, section 4.1.
+    Source: as `attention_flop`, section 4.1.
     """
     lse_bytes = 4.0 * math.prod(call.inputs[0].shape[:-1])
     written = sum(call.inputs[i].size_bytes for i in call.wanted)
     num_bytes = _total(call.inputs) + 2 * call.out.size_bytes + lse_bytes + written
-    return (Kernel("attention", 2.5 * _attention_flop(call), num_bytes, call.inputs[0].dtype),)
+    return (
+        Kernel(
+            "attention", 2.5 * attention_flop(call.op, call.inputs), num_bytes, call.inputs[0].dtype
+        ),
+    )
 
 
 # -- lookups, norms, losses ------------------------------------------------------------------------
@@ -463,19 +394,6 @@ def _cross_entropy_backward(call: _Call) -> _Kernels:
 
 # -- the table -------------------------------------------------------------------------------------
 
-# left, right and added operand of a product, by their names in the schema
-_OPERANDS: dict[str, tuple[str, str, str]] = {
-    "mm": ("self", "mat2", ""),
-    "bmm": ("self", "mat2", ""),
-    "mv": ("self", "vec", ""),
-    "dot": ("self", "tensor", ""),
-    "matmul": ("self", "other", ""),
-    "addmm": ("mat1", "mat2", "self"),
-    "addmv": ("mat", "vec", "self"),
-    "baddbmm": ("batch1", "batch2", "self"),
-    "linear": ("input", "weight", "bias"),
-    "grouped_mm_fallback": ("input", "weight", ""),
-}
 # One row per group: names of ATen ops, all overloads of each ("mul"), forward rule, backward rule.
 _ROWS: tuple[tuple[str, _Rule, _Rule], ...] = (
     ("view reshape view_as reshape_as flatten unflatten alias transpose t mT permute movedim "

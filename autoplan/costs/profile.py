@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from autoplan.cluster import COLLECTIVES, Cluster, Curve, DeviceSpec, Link
+from autoplan.cluster import Cluster, Curve, DeviceSpec, Link
+from autoplan.cluster_format import COLLECTIVES
 from autoplan.errors import ProfileError
 from autoplan.units import FLOATING
 

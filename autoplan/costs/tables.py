@@ -164,8 +164,11 @@ class Wishes:
     placements: tuple[tuple[str, str], ...] = ()
 
 
+OpTables = dict[tuple[object, ...], OpTable]
+
+
 def build_tables(folded: Folded, rules: Mapping[str, OpRule], blocks: Mapping[str, Mapping[str, tuple[int, ...]]], batch: Batch,
-                 mesh: MeshCosts, wishes: Wishes) -> CostTables:  # fmt: skip
+                 mesh: MeshCosts, wishes: Wishes, rows: int, known: OpTables) -> CostTables:  # fmt: skip
     """The tables of a folded graph on a mesh.
 
     Args:
@@ -174,8 +177,12 @@ def build_tables(folded: Folded, rules: Mapping[str, OpRule], blocks: Mapping[st
         batch: Where the batch lies: on the first axis it alone is split.
         mesh: The stage's.
         wishes: Pins.
+        rows: Batch rows of one microbatch on one data parallel rank.
+        known: Op tables of earlier calls for the same graph and wishes, and where this call's go: an op costs the same wherever it
+            sees the same rows on the same tensor parallel ranks.
     """
     builder = _TableBuilder(folded, rules, blocks, batch, mesh, wishes)
+    builder.rows, builder.known = rows, known
     return builder.build()
 
 
@@ -185,6 +192,7 @@ class _TableBuilder:
         self.graph = folded.graph
         self.from_parameters = _from_parameters(self.graph, folded)
         self.kernel_cache: dict[Kernel, tuple[float, str]] = {}
+        self.rows, self.known = 0, {}  # see build_tables
         self.roots: dict[str, str] = {}  # value -> the value whose storage it shares
 
     def build(self) -> CostTables:
@@ -246,6 +254,15 @@ class _TableBuilder:
         return all(full % (blocks * size) == 0 for *_, full in rule.places[name])
 
     def op_table(self, op: Op) -> OpTable:
+        dp, tp = self.mesh.axis_sizes
+        groups = self.mesh.groups if op.target in _WITH_COLLECTIVES else ()
+        whole = self.graph.values[next(n for n in op.outputs if n)].meta.shape if op.name in self.batch.prologue else ()
+        key = (op.name, self.rows, tp, dp > 1, groups, whole)
+        if key not in self.known:
+            self.known[key] = self._op_table(op)
+        return self.known[key]
+
+    def _op_table(self, op: Op) -> OpTable:
         strategies = enumerate_strategies(op, self.rules[op.name], self.graph, self.mesh.axis_sizes, self.choices(op))
         table = OpTable(op, strategies)
         inputs = tuple(self.graph.values[n].meta for n in op.inputs)
@@ -426,6 +443,9 @@ class _TableBuilder:
             backward.append(row_b)
             saved.append(row_s)
         return ValueTable(name, made, wanted, forward, backward, saved)
+
+
+_WITH_COLLECTIVES = frozenset({"autoplan.cross_entropy", "autoplan.cross_entropy_sum", "autoplan.batch_norm"})
 
 
 class PinnedPlacementError(ValueError):

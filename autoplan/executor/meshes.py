@@ -8,7 +8,7 @@ process group at all.
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from dataclasses import dataclass
 
 import torch
@@ -39,18 +39,23 @@ class Ranks:
     axis_sizes: tuple[int, ...]
     mesh: DeviceMesh | None
 
-    @property
+    @cached_property
     def stage_mesh(self) -> DeviceMesh:
         """The (dp, tp) mesh of this process's stage."""
         assert self.mesh is not None, "one device has no mesh"
         return self.mesh["dp", "tp"]
 
-    def group(self, axis: int) -> dist.ProcessGroup:
-        """The ranks along one mesh axis (0 is dp, 1 is tp)."""
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The ranks along each mesh axis (0 is dp, 1 is tp)."""
         assert self.mesh is not None, "one device has no groups"
-        return self.mesh.get_group(("dp", "tp")[axis])
+        return self.mesh.get_group("dp"), self.mesh.get_group("tp")
 
-    @property
+    def group(self, axis: int) -> dist.ProcessGroup:
+        """The ranks along one mesh axis."""
+        return self.groups[axis]
+
+    @cached_property
     def pipeline_group(self) -> dist.ProcessGroup:
         """The ranks at this place of every stage's mesh, in stage order."""
         assert self.mesh is not None, "one device has no groups"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree  # checked on 2.13
 
-from autoplan.capture import Captured
+from autoplan.capture import Captured, leaf_path
 from autoplan.errors import ExecutionError, PlanError
 from autoplan.executor.collectives import convert_stored
 from autoplan.executor.local_ops import _stream
@@ -195,20 +195,26 @@ class ParallelModule(nn.Module):
 
     def _inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Tensor]:
         """The given batch under the graph's input names, checked against the planned shapes."""
-        flat, structure = pytree.tree_flatten((args, kwargs))
         leaves = self._captured.leaves
-        if structure != self._captured.input_structure:
-            planned = [leaf.path for leaf in leaves]
-            raise PlanError(f"the plan was made for the inputs {planned}, this call has others ({structure}). Plan again with these inputs.")
+        found = {leaf_path(keys): given for keys, given in pytree.tree_flatten_with_path((args, kwargs))[0]}
+        missing = [leaf.path for leaf in leaves if leaf.path not in found]
+        besides = [path for path in found if path not in {leaf.path for leaf in leaves}]
+        if missing or besides or bool(args) != self._captured.positional:
+            form = "positional" if self._captured.positional else "keyword"
+            differs = [f"lacks {', '.join(map(repr, missing))}"] * bool(missing) + [f"has {', '.join(map(repr, besides))} besides"] * bool(besides)
+            raise PlanError(
+                f"the plan was made for the {form} inputs {[leaf.path for leaf in leaves]}, this call "
+                f"{' and '.join(differs) or 'passes them otherwise'}. Plan again with these inputs."
+            )
         values = {}
-        for leaf, given in zip(leaves, flat):
+        for leaf in leaves:
+            given = found[leaf.path]
             if leaf.value is None:
                 if given != leaf.constant:
                     raise PlanError(f"input {leaf.path!r} was planned as {leaf.constant!r}, this call has {given!r}. Plan again with it.")
                 continue
             if not isinstance(given, Tensor) or tuple(given.shape) != leaf.shape or str(given.dtype) != f"torch.{leaf.dtype}":
-                found = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-                raise PlanError(f"input {leaf.path!r} was planned as {leaf.dtype} {leaf.shape}, this call has {found}. Plan again for it.")
+                raise PlanError(f"input {leaf.path!r} was planned as {leaf.dtype} {leaf.shape}, this call has {_differs(given, leaf.shape)}. Plan again for it.")
             values[leaf.value] = given.to(self._ranks.device)
         return values
 
@@ -398,6 +404,16 @@ class ParallelModule(nn.Module):
         """The code this rank runs for one training microbatch, collectives by name."""
         body: Body = self._program.training
         return body.module.print_readable(print_output=False)
+
+
+def _differs(given: object, planned: tuple[int, ...]) -> str:
+    """What a call has instead of a planned tensor, with the dims that differ."""
+    if not isinstance(given, Tensor):
+        return f"a {type(given).__name__}"
+    text = f"{str(given.dtype).removeprefix('torch.')} {tuple(given.shape)}"
+    pairs = enumerate(zip(given.shape, planned)) if given.dim() == len(planned) else ()
+    dims = [f"dim {d} is {here}, planned {then}" for d, (here, then) in pairs if here != then]
+    return f"{text} ({', '.join(dims)})" if dims else text
 
 
 def _container(root: nn.Module, name: str) -> tuple[nn.Module, str]:

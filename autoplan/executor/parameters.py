@@ -40,6 +40,7 @@ class StoredParameter:
         entry: Its plan.
         ranks: This process's place.
         parameter: What optimizers and state dicts see: a DTensor, or a plain tensor on one device.
+        local: This rank's stored shard, the parameter's own memory.
         compute_dtype: What the ops use; gradients of a narrower one collect in the stored dtype.
         tied_group: Ranks of the other stages that hold a copy, or None.
     """
@@ -48,23 +49,20 @@ class StoredParameter:
     entry: ParameterPlan
     ranks: Ranks
     parameter: nn.Parameter
+    local: Tensor
     compute_dtype: torch.dtype
     tied_group: dist.ProcessGroup | None = None
     leaf: Tensor = field(init=False)
     spec: ShardingSpec = field(init=False)
     used: Layout = field(init=False)
     _collected: Tensor | None = field(init=False, default=None)
+    _grad: Tensor | None = field(init=False, default=None)  # what `parameter.grad` is, made once: DTensors are dear to make
+    _grad_local: Tensor | None = field(init=False, default=None)  # its memory
 
     def __post_init__(self) -> None:
         self.spec = parse_spec(self.entry.spec)
         self.used = parse_layout(self.entry.used)
         self.leaf = self._make_leaf()
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's stored shard, sharing the parameter's memory."""
-        data = self.parameter.detach()
-        return data.to_local() if isinstance(data, DTensor) else data
 
     @property
     def is_copied(self) -> bool:
@@ -79,12 +77,12 @@ class StoredParameter:
         return leaf
 
     def begin_step(self) -> None:
-        """Makes the leaf current: the copy follows the stored shard, which an optimizer may have changed."""
+        """Makes the leaf current: a copy follows the stored shard, which an optimizer may have changed."""
         if self.is_copied:
             with torch.no_grad():
                 self.leaf = self._make_leaf()
-        elif self.leaf.data_ptr() != self.local.data_ptr():
-            self.leaf = self._make_leaf()
+        if self.parameter.grad is None and self._grad_local is not None:
+            self._grad_local.set_(torch.empty(0, dtype=self.local.dtype, device=self.local.device))  # type: ignore[call-overload]
 
     def _collect(self, leaf: Tensor) -> None:
         """After every microbatch: the gradient in the stored dtype, with ZeRO-2 already reduced."""
@@ -106,11 +104,27 @@ class StoredParameter:
         if self.tied_group is not None and self.entry.trainable:
             grad = torch.zeros_like(self.local) if grad is None else grad.clone()
             dist.all_reduce(grad, group=self.tied_group)
-        if grad is None:
+        if grad is not None:
+            self._add_to_grad(grad)
+
+    def _add_to_grad(self, grad: Tensor) -> None:
+        """Adds to the parameter's gradient; where there is none, hands over the memory of `grad` without a copy."""
+        if self.parameter.grad is not None and self.parameter.grad is self._grad:
+            assert self._grad_local is not None, "a gradient has memory"
+            self._grad_local.add_(grad)
             return
-        if isinstance(self.parameter, DTensor):
-            grad = as_dtensor(grad.contiguous(), self.entry.shape, self.spec, self.ranks)
-        self.parameter.grad = grad if self.parameter.grad is None else self.parameter.grad + grad
+        if self._grad is None:
+            self._grad_local = grad.contiguous()
+            wrap = isinstance(self.parameter, DTensor)
+            self._grad = as_dtensor(self._grad_local, self.entry.shape, self.spec, self.ranks) if wrap else self._grad_local
+            if isinstance(self._grad, DTensor):
+                with torch.no_grad():  # with gradients on, to_local gives a view, whose memory cannot be exchanged for the DTensor's
+                    self._grad_local = self._grad.to_local()
+        else:
+            assert self._grad_local is not None, "a gradient has memory"
+            self._grad_local.set_(grad.contiguous())  # type: ignore[call-overload]
+        own = self.parameter.grad
+        self.parameter.grad = self._grad if own is None else own + self._grad
 
     @property
     def num_copies(self) -> int:
@@ -138,4 +152,4 @@ def make_parameter(name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks
         else:
             local = own_shard(source.detach(), spec, ranks).to(device=ranks.device, dtype=dtype)
         data: Tensor = local if ranks.mesh is None else as_dtensor(local, entry.shape, spec, ranks)
-    return StoredParameter(name, entry, ranks, nn.Parameter(data, requires_grad=entry.trainable), compute_dtype)
+    return StoredParameter(name, entry, ranks, nn.Parameter(data, requires_grad=entry.trainable), local, compute_dtype)

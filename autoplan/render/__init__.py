@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
-from autoplan.render.text import explain_text, render_text
+from autoplan.render.explain import explain_text
+from autoplan.render.text import render_text
 
 __all__ = ["explain_text", "render_text"]

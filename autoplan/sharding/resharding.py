@@ -54,8 +54,11 @@ def transition(source: ShardingSpec, target: ShardingSpec, axis_sizes: tuple[int
     Source of the idea: shortest paths over primitive moves, as in Megatron-LM's and nnScaler's adapters; the nesting rule
     is DESIGN 2's "nesting order is part of the layout".
     """
-    if source == target:
-        return ()
+    different = [axis for axis in range(len(source)) if source[axis] != target[axis]]
+    if len(different) <= 1:
+        direct = [m for m, after in _moves(source, source, target, axis_sizes) if after == target]
+        if direct or not different:
+            return tuple(direct)
     graph = nx.DiGraph()
     states = _states(source, target)
     for state in states:

@@ -8,6 +8,7 @@ the schedule. What comes out is exact for the cost model: the same sums that the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,12 +23,17 @@ from autoplan.placements import Layout
 from autoplan.sharding.cutting import chain_ops
 from autoplan.sharding.strategies import ParameterStrategy, Strategy
 from autoplan.solver.assemble import boundary_layout
+from autoplan.solver.contract import contract
 from autoplan.solver.inter_op import LayerCosts, StageAssignment, partition_layers
 from autoplan.solver.intra_op import Edge, IntraOpProblem, IntraOpSolution, solve_intra_op
 from autoplan.solver.layers import Layers
-from autoplan.units import format_bytes
+from autoplan.units import format_bytes, format_seconds
 
 TIME_UNIT_FLOOR_S = 1e-12
+
+
+class NotFasterError(InfeasibleError):
+    """A candidate cannot beat the best one, however much memory it had."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -127,36 +133,54 @@ class CandidateSolver:
 
     # -- the integer program --------------------------------------------------------------------------------------
 
-    def solve(self) -> Priced:
+    def solve(self, beat_s: float = np.inf) -> Priced:
         """The fastest choices that fit.
 
-        The program is solved without its memory row first, which suffices where memory is plenty; then at the device's
-        memory, and for pipelines, whose stages are not average, at somewhat less until the cut fits.
+        The program is solved without its memory row first: that suffices where memory is plenty, and where even so it is no
+        faster than `beat_s` it is the answer that will be discarded. Then at the device's memory, and for pipelines, whose stages are
+        not average, at somewhat less until the cut fits.
 
         Raises:
-            InfeasibleError: Nothing fits; the message says what is needed.
+            InfeasibleError: Nothing fits, or nothing that fits is faster than `beat_s`; the message says which.
         """
-        problem, names = self._problem()
-        limits: tuple[float | None, ...] = (None, self.limit_bytes, 0.85 * self.limit_bytes, 0.7 * self.limit_bytes)
-        error = self._hopeless(problem)
+        error = self._hopeless()
         if error is not None:
             raise error
+        problem, names = self._problem()
+        smaller, original = contract(problem)
+        limits: tuple[float | None, ...] = (None, self.limit_bytes, 0.85 * self.limit_bytes, 0.7 * self.limit_bytes)
         for limit in limits if self.candidate.pp > 1 else limits[:2]:
             try:
-                solution = solve_intra_op(replace(problem, memory_limit_bytes=limit), time_limit_s=self.time_limit_s)
-                if limit is None and self.candidate.pp == 1 and solution.held_bytes + solution.transient_bytes > self.limit_bytes:
-                    continue
-                return self._price(solution, names)
+                solution = solve_intra_op(replace(smaller, memory_limit_bytes=limit), time_limit_s=self.time_limit_s)
+                fits = solution.held_bytes + solution.transient_bytes <= self.limit_bytes
+                choices = original(solution.choices)
+                if limit is None and not (fits and self.candidate.pp == 1):
+                    quickest = self._price(solution, choices, names, math.inf)
+                    if quickest.step_s >= beat_s:
+                        raise NotFasterError(f"takes {format_seconds(quickest.step_s)} even with unlimited memory")
+                if fits or limit is not None or self.candidate.pp > 1:
+                    return self._price(solution, choices, names, self.limit_bytes)
+            except NotFasterError:
+                raise
             except InfeasibleError as refused:
                 error = refused
         assert error is not None, "without an error there was a price"
         raise error
 
-    def _hopeless(self, problem: IntraOpProblem) -> InfeasibleError | None:
-        """A refusal without solving: the least bytes of every op and conversion by itself are already too many."""
-        least = sum(float(b.min()) for b in problem.node_bytes) + sum(float(b.min()) for b in problem.conversion_bytes)
-        least += max(float(t.min()) for t in problem.node_transient_bytes)
-        if least <= self.limit_bytes or self.candidate.pp > 1:
+    def _hopeless(self) -> InfeasibleError | None:
+        """A refusal without solving: every op and parameter at its own least bytes is already too much.
+
+        With held bytes H and saved bytes A of the whole model, a stage of share x that holds f microbatches needs x (H + f A);
+        the shares of all stages sum up to 1, so no cut needs less than 1 / sum_s 1 / (H + f_s A) on its fullest device.
+        """
+        tables, count = self.tables, self.folded.count
+        held = sum(count[n] * min(t.held_bytes(i) for i in range(len(t.strategies))) for n, t in tables.parameters.items())
+        saved = sum(count[n] * min(t.saved_bytes) for n, t in tables.ops.items() if n not in self.recomputed)
+        saved += sum(count[n] * float(self._handed_on(n).min()) for n in self.recomputed if n in tables.ops)
+        stages, m = self.candidate.pp, self.candidate.num_microbatches
+        flights = [min(m, stages - s) if self.candidate.schedule == "1f1b" else self.in_flight for s in range(stages)]
+        least = 1.0 / max(sum(1.0 / max(held + f * saved, 1e-9) for f in flights), 1e-30)
+        if least <= self.limit_bytes:
             return None
         return InfeasibleError(
             f"needs at least {format_bytes(least)} on each device, {format_bytes(self.limit_bytes)} are available",
@@ -203,16 +227,19 @@ class CandidateSolver:
         return self.folded.count[op] / self.candidate.pp * self.in_flight
 
     def _crossing_bytes(self, op: str) -> np.ndarray:
-        """What a recomputed layer keeps: the tensors it hands on, per layer and microbatch in flight."""
+        """What recomputed layers keep of this op over a stage and the microbatches in flight."""
+        if op not in self.recomputed:
+            return np.zeros(len(self.tables.ops[op].strategies))
+        return self._handed_on(op) * (self.folded.count[op] / self.candidate.pp * self.in_flight)
+
+    def _handed_on(self, op: str) -> np.ndarray:
+        """Bytes of an op's outputs that later layers use, per strategy: what one recomputed layer keeps of it."""
         table = self.tables.ops[op]
         total = np.zeros(len(table.strategies))
-        if op not in self.recomputed:
-            return total
-        weight = self.folded.count[op] / self.candidate.pp * self.in_flight
         for k, name in enumerate(table.op.outputs):
             if name and name in self.folded.crossing and self.graph.values[name].requires_grad:
                 size = self.graph.values[name].meta.size_bytes
-                total += weight * np.array([size / s.outputs[k].value.num_shards(self.tables.mesh.axis_sizes) for s in table.strategies])
+                total += np.array([size / s.outputs[k].value.num_shards(self.tables.mesh.axis_sizes) for s in table.strategies])
         return total
 
     def _edges(self, place: Mapping[str, int], leaf: int) -> tuple[list[Edge], list[np.ndarray], list[np.ndarray]]:
@@ -254,8 +281,8 @@ class CandidateSolver:
 
     # -- from choices to a price ------------------------------------------------------------------------------------
 
-    def _price(self, solution: IntraOpSolution, names: list[str]) -> Priced:
-        chosen = dict(zip(names, solution.choices))
+    def _price(self, solution: IntraOpSolution, choices: tuple[int, ...], names: list[str], limit_bytes: float) -> Priced:
+        chosen = dict(zip(names, choices))
         prices = self._layer_prices(chosen)
         send = self._send_s(chosen)
         shared = self._shared_parameters(chosen)
@@ -275,7 +302,7 @@ class CandidateSolver:
             self.candidate.pp,
             self.candidate.num_microbatches,
             schedule=self.candidate.schedule,
-            memory_limit_bytes=self.limit_bytes,
+            memory_limit_bytes=limit_bytes,
             stage_layers=self.stage_layers,
         )
         gap = (solution.objective_s - solution.bound_s) / max(solution.objective_s, TIME_UNIT_FLOOR_S)
@@ -324,7 +351,7 @@ class CandidateSolver:
             for source, seconds in table.sources[choice].items():
                 price.sources[source] = price.sources.get(source, 0.0) + seconds
             working += table.saved_bytes[choice]
-            kept += float(self._kept_crossing(name, choice))
+            kept += float(self._handed_on(name)[choice]) if name in self.recomputed else 0.0
             for value, slot, _ in sorted(inputs_of.get(name, ()), key=lambda u: -u[2]):
                 if value in self.tables.parameters:
                     parameters[value] = None
@@ -335,12 +362,6 @@ class CandidateSolver:
         for name in parameters:
             self._add_parameter(price, name, chosen[f"parameter:{name}"])
         return price
-
-    def _kept_crossing(self, name: str, choice: int) -> float:
-        if name not in self.recomputed:
-            return 0.0
-        weight = self.folded.count[name] / self.candidate.pp * self.in_flight
-        return float(self._crossing_bytes(name)[choice]) / weight
 
     def _conversion(self, price: LayerPrice, value: str, consumer: str, slot: int, chosen: Mapping[str, int], done: set[tuple[str, int, int]],
                     runs: float) -> float:  # fmt: skip

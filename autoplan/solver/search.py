@@ -16,7 +16,7 @@ from functools import cached_property
 
 from autoplan.cluster import Cluster
 from autoplan.costs.profile import Profiles
-from autoplan.costs.tables import CostTables, Folded, PinnedPlacementError, Wishes, build_tables
+from autoplan.costs.tables import CostTables, Folded, OpTables, PinnedPlacementError, Wishes, build_tables
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph
 from autoplan.plan import Alternative, SearchReport
@@ -25,7 +25,7 @@ from autoplan.sharding.factors import OpRule
 from autoplan.sharding.rules import find_rule, kept_whole
 from autoplan.sharding.strategies import block_options
 from autoplan.solver.assemble import Decision, Figures
-from autoplan.solver.evaluate import Candidate, CandidateSolver, Priced, mesh_costs
+from autoplan.solver.evaluate import Candidate, CandidateSolver, NotFasterError, Priced, mesh_costs
 from autoplan.solver.figures import dtype_of_work, flop_per_step, make_figures
 from autoplan.solver.layers import Layers, find_layers, fold
 from autoplan.units import format_bytes, format_seconds
@@ -126,6 +126,7 @@ class Search:
     infeasible: list[tuple[Candidate, InfeasibleError]] = field(default_factory=list)
     tables: dict[Candidate, CostTables] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
+    op_tables: OpTables = field(default_factory=dict)
     timed_out: bool = False
 
     def run(self) -> Priced:
@@ -280,12 +281,22 @@ class Search:
         return work * (1.0 + (candidate.pp - 1) / candidate.num_microbatches)
 
     def _descend(self, members: list[Candidate]) -> None:
-        before: Priced | None = None
-        for candidate in members:
-            priced = self.price(candidate)
-            if priced is None or (before is not None and priced.step_s > before.step_s):
-                return
-            before = priced
+        """From the most microbatches down: every second count while it helps, then the counts beside the best."""
+        times: dict[int, float] = {}
+
+        def seconds(at: int) -> float:
+            if at not in times:
+                priced = self.price(members[at])
+                times[at] = priced.step_s if priced is not None else math.inf
+            return times[at]
+
+        at = 0
+        while seconds(at) < math.inf and at + 2 < len(members) and seconds(at + 2) <= times[at]:
+            at += 2
+        if times[at] < math.inf:
+            for near in (at - 1, at + 1):
+                if 0 <= near < len(members):
+                    seconds(near)
 
     def _solver(self, candidate: Candidate) -> CandidateSolver:
         """The candidate's tables; layouts that differ in recomputation or schedule alone share theirs.
@@ -299,7 +310,10 @@ class Search:
             levels = (0, 1, 3) if candidate.num_microbatches == 1 else (0, 1, 2, 3)
             levels = (self.pinned.zero,) if self.pinned.zero is not None else levels if self.training else (0, 3)
             wishes = Wishes(self.training, self.optimizer, levels, self.pinned.placements)
-            self.tables[key] = build_tables(part.folded, part.rules, part.blocks, self.space.batch, mesh_costs(self.cluster, candidate), wishes)
+            self.tables[key] = build_tables(
+                part.folded, part.rules, part.blocks, self.space.batch, mesh_costs(self.cluster, candidate), wishes,
+                self.space.batch.size // candidate.num_microbatches // candidate.dp, self.op_tables,
+            )  # fmt: skip
         return CandidateSolver(
             self.tables[key],
             self.space.layers,
@@ -324,7 +338,10 @@ class Search:
     def price(self, candidate: Candidate) -> Priced | None:
         """The candidate's price, noted; None with the reason noted when it is not possible."""
         try:
-            priced = self._solver(candidate).solve()
+            priced = self._solver(candidate).solve(self.best.step_s if self.best is not None else math.inf)
+        except NotFasterError as error:
+            self.rejected[candidate] = str(error)
+            return None
         except PinnedPlacementError as error:
             self.rejected[candidate] = str(error)
             return None

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from autoplan.cluster import COLLECTIVES, Cluster, DeviceSpec, Group, Link, axis_group, group_of
+from autoplan.cluster import Cluster, DeviceSpec, Group, Link, axis_group, group_of
+from autoplan.cluster_format import COLLECTIVES
 from autoplan.costs.collectives import collective_time
 from autoplan.costs.profile import Profiles
 from autoplan.errors import ProfileError
