@@ -156,12 +156,14 @@ class Wishes:
         optimizer: A key of STATE_TENSORS.
         zero_levels: Levels that may be chosen.
         placements: (pattern of parameter names, spec as text) pins.
+        split: Ops that tensor parallel ranks must share out where any of their letters divides.
     """
 
     training: bool
     optimizer: str
     zero_levels: tuple[int, ...]
     placements: tuple[tuple[str, str], ...] = ()
+    split: frozenset[str] = frozenset()
 
 
 OpTables = dict[tuple[object, ...], OpTable]
@@ -246,6 +248,9 @@ class _TableBuilder:
             second = tuple(c for c in found if c.kind != "factor" or letter is None or c.letter != letter[0] or c.blocks != letter[1])
             if not carries:
                 second = tuple(c for c in second if c.kind in ("none", "factor"))
+            if op.name in self.wishes.split:
+                shared = tuple(c for c in second if c.kind == "factor" and self._divides(rule, (c.letter, c.blocks), tp))
+                second = shared or second
         return first, second
 
     @staticmethod

@@ -142,6 +142,8 @@ def _localize(op: Op, given: dict[str, object], local: LocalOp) -> None:
         _localize_slice(given, local)
     elif family in ("split", "chunk", "split_with_sizes"):
         _localize_split(given, local)
+    elif family == "repeat_interleave":
+        given["output_size"] = None  # a hint that saves a synchronisation, at global size
     elif family.startswith("conv") and given.get("groups", 1) != 1:
         given["groups"] = int(given["groups"]) * local.local_inputs[0].shape[1] // local.global_inputs[0].shape[1]  # type: ignore[call-overload]
     elif family == "group_norm":

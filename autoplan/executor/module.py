@@ -170,6 +170,14 @@ class ParallelModule(nn.Module):
         names = self._captured.graph.outputs
         return self._captured.output.rebuild([made[n] if n else None for n in names])
 
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Switches what dropout and batch norm do, in this rank's bodies too; `eval()` is `train(False)`."""
+        super().train(mode)
+        for body in (self._program.prologue, self._program.training, self._program.full):
+            if body is not None:
+                body.module.train(mode)
+        return self
+
     @property
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0

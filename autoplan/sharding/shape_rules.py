@@ -309,6 +309,20 @@ def cat(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
     return OpRule(tuple(plain(letters, m) for m in inputs), (tuple(outs),), linear=linear)
 
 
+def repeat_interleave(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
+    """Every element of a dim several times in a row: that dim is (source, repeats), and splits by the source. All dims with one number of repeats."""
+    source, target = inputs[0], outputs[0]
+    assert target is not None, "an op that nobody uses is dropped at capture"
+    if op.arguments.get("dim") is None or len(inputs) > 1:  # flattens, or repeats by a tensor
+        return OpRule(tuple(map(_frozen, inputs)), (_frozen(target),))
+    dim = _dim(op.arguments["dim"], len(source.shape))
+    letters = _letters("d", len(source.shape))
+    dims = plain(letters, source)
+    repeated = (*dims[dim], Atom(None, _int(op.arguments["repeats"])))
+    linear = (frozenset({0}),) if target.is_floating else ()
+    return OpRule((dims,), ((*dims[:dim], repeated, *dims[dim + 1 :]),), linear=linear)
+
+
 def stack(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
     """Every dim but the new one."""
     target = outputs[0]
@@ -543,6 +557,7 @@ RESOLVERS: dict[str, Resolver] = {
     "unbind": unbind,
     "cat": cat,
     "stack": stack,
+    "repeat_interleave": repeat_interleave,
     **dict.fromkeys(("pad", "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "repeat"), same_size_dims),
     **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "arange", "scalar_tensor", "eye",
                      "linspace", "rand", "randn", "randint"), factory),

@@ -32,6 +32,7 @@ from autoplan.units import format_bytes, format_seconds
 
 Progress = Callable[[str, float], None]
 MOST_MICROBATCH_CHOICES = 10
+HEAVY_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,16 @@ class Space:
         blocks = {n for layer in self.layers.layers if layer.is_block for n in layer.ops}
         ops = tuple(op for op in self.graph.ops if op.name in blocks)
         return flop_per_step(Graph(self.graph.name, self.graph.values, ops, (), ()), training=False)
+
+    @cached_property
+    def heavy_ops(self) -> frozenset[str]:
+        """Representative products that make up a hundredth of the model's FLOPs or more: what a pinned tp is meant to split."""
+        flop: dict[str, float] = {}
+        for op in self.graph.ops:
+            name = self.layers.representative.get(op.name, op.name)
+            one = Graph(self.graph.name, self.graph.values, (op,), (), ())
+            flop[name] = flop.get(name, 0.0) + flop_per_step(one, training=False)
+        return frozenset(n for n, f in flop.items() if f >= HEAVY_SHARE * self.forward_flop > 0)
 
     @cached_property
     def head_counts(self) -> dict[str, int]:
@@ -309,7 +320,8 @@ class Search:
             part = self._part(candidate.num_microbatches)
             levels = (0, 1, 3) if candidate.num_microbatches == 1 else (0, 1, 2, 3)
             levels = (self.pinned.zero,) if self.pinned.zero is not None else levels if self.training else (0, 3)
-            wishes = Wishes(self.training, self.optimizer, levels, self.pinned.placements)
+            split = self.space.heavy_ops if self.pinned.tp is not None else frozenset()
+            wishes = Wishes(self.training, self.optimizer, levels, self.pinned.placements, split)
             self.tables[key] = build_tables(
                 part.folded, part.rules, part.blocks, self.space.batch, mesh_costs(self.cluster, candidate), wishes,
                 self.space.batch.size // candidate.num_microbatches // candidate.dp, self.op_tables,

@@ -153,6 +153,30 @@ class GroupedQuery(nn.Module):
         return result
 
 
+def linears(depth: int, width: int) -> nn.Module:
+    """`depth` square linears with ReLU between, on meta."""
+    with torch.device("meta"):
+        parts: list[nn.Module] = []
+        for i in range(depth):
+            parts += [nn.Linear(width, width), *([nn.ReLU()] if i < depth - 1 else [])]
+        return nn.Sequential(*parts)
+
+
+def wide_blocks(depth: int, width: int, hidden: int) -> nn.Module:
+    """`depth` bias-free blocks width -> hidden -> width, on meta."""
+    with torch.device("meta"):
+        return nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Linear(width, hidden, bias=False),
+                    nn.ReLU(),
+                    nn.Linear(hidden, width, bias=False),
+                )
+                for _ in range(depth)
+            )
+        )
+
+
 class Heads(nn.Module):
     """Blocks of attention (heads of width 8) and an MLP."""
 
@@ -415,7 +439,14 @@ def _skip_inputs() -> Inputs:
     return {"x": torch.randn(8, 16), "keep": torch.tensor([True, False, True, True] * 2)}
 
 
+def _heads(heads: int) -> Case:
+    return Case(
+        lambda: Heads(heads, 4), lambda: {"x": torch.randn(4, 4, 8 * heads)}, mean_square
+    )
+
+
 CASES: dict[str, Case] = {
+    **{f"heads_{h}": _heads(h) for h in (12, 14, 28)},
     "tied": Case(Tied, lambda: _ids(4, 6, 101), next_token),
     "two_uses": Case(TwoUses, lambda: {"x": torch.randn(4, 16)}, mean_square),
     "weight_and_bias": Case(WeightAndBias, lambda: {"x": torch.randn(4, 3)}, mean_square),

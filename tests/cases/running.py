@@ -32,13 +32,15 @@ def plain_cluster(
     bytes_per_s: float = 1e10,
     num_hosts: int = 1,
     between_bytes_per_s: float = 1e9,
+    flop_per_s: float = FLOP_PER_S,
+    rank_hosts: tuple[int, ...] | None = None,
 ) -> Cluster:
     """The cases' cluster: 10 TFLOP/s a device, unlimited memory bandwidth, no launch cost, 10 us a message."""
     device = DeviceSpec(
         name="plain",
         memory_bytes=int(memory_bytes),
         memory_bytes_per_s=math.inf,
-        peak_flop_per_s={"float64": FLOP_PER_S, "float32": FLOP_PER_S},
+        peak_flop_per_s={"float64": flop_per_s, "float32": flop_per_s},
     )
     between = Link(latency_s=1e-5, bytes_per_s=between_bytes_per_s) if num_hosts > 1 else None
     return Cluster(
@@ -47,6 +49,7 @@ def plain_cluster(
         device=device,
         intra_host=Link(latency_s=1e-5, bytes_per_s=bytes_per_s),
         inter_host=between,
+        rank_hosts=rank_hosts,
     )
 
 

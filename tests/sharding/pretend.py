@@ -52,6 +52,8 @@ def parts_of(
         draw: Gives a random summand of the shape of the value it gets.
     """
     summed = [a for a, placement in enumerate(spec) if isinstance(placement, Partial)]
+    if not summed:
+        return {place: part_of(value, spec, sizes, place) for place in places_of(sizes)}
     counts = [range(sizes[a]) for a in summed]
     summands = {key: draw(value) for key in itertools.product(*counts)}
     last = max(summands)
@@ -77,6 +79,8 @@ def wrong_part(
     totals: dict[Place, Any] = {}
     for place, part in parts.items():
         key = tuple(0 if a in summed else at for a, at in enumerate(place))
+        if key in totals and totals[key].shape != part.shape:
+            return f"rank {place} of mesh {sizes} holds a summand of another shape"
         totals[key] = part if key not in totals else totals[key] + part
     for place in parts:
         wanted = part_of(value, spec, sizes, place)
