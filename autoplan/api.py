@@ -102,7 +102,8 @@ def optimize(
     from autoplan.capture import capture
     from autoplan.costs.profile import Profiles
     from autoplan.solver.assemble import assemble
-    from autoplan.solver.search import Search, Space
+    from autoplan.solver.search import Search
+    from autoplan.solver.space import Space
 
     pins = pins or Pins()
     _check(mode, optimizer, memory_reserve, pins)
@@ -229,7 +230,7 @@ def _spec_problems(name: str, shape: tuple[int, ...], text: str, pins: Pins, num
 
 
 def _pinned(pins: Pins, placements: tuple[tuple[str, str], ...]):  # type: ignore[no-untyped-def]
-    from autoplan.solver.search import Pinned
+    from autoplan.solver.space import Pinned
 
     return Pinned(
         pins.tp,

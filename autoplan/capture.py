@@ -432,7 +432,7 @@ class _GraphBuilder:
         result = node.meta["val"]
         if isinstance(result, torch.Tensor):
             name = self.add_value(
-                node.name, result, "activation", grad and result.is_floating_point()
+                node.name, result, "activation", grad and _is_differentiable(result)
             )
             self.names[node] = name
             return (name,)
@@ -443,13 +443,17 @@ class _GraphBuilder:
             )
         used = {user.args[1] for user in node.users if user.target is operator.getitem}
         names = tuple(
-            self.add_value(f"{node.name}.{i}", t, "activation", grad and t.is_floating_point())
+            self.add_value(f"{node.name}.{i}", t, "activation", grad and _is_differentiable(t))
             if i in used and isinstance(t, torch.Tensor)
             else ""
             for i, t in enumerate(result)
         )
         self.names[node] = names
         return names
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _module_path(node: torch.fx.Node) -> str:

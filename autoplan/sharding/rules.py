@@ -31,7 +31,7 @@ elu eq erf erfc exp exp2 expm1 floor fmod ge gelu glu_jvp gt hardsigmoid hardswi
 log1p log2 log10 log_sigmoid logical_and logical_not logical_or logical_xor logaddexp lt masked_fill maximum minimum mish nan_to_num ne
 pow reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink softsign sqrt square tan tanh
 threshold trunc where xlogy __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift floor_divide addcmul addcdiv frac
-logit isneginf isposinf rsub fill hardshrink tanhshrink copysign hypot zeros_like ones_like full_like empty_like
+logit isneginf isposinf rsub fill hardshrink tanhshrink copysign hypot zeros_like ones_like full_like empty_like complex polar angle
 """.split()
 
 # op family (the name before the overload) -> rule text
@@ -46,6 +46,8 @@ _TABLE: dict[str, str] = {
     "layer_norm": "b* k^, k^?, k^? -> b* k^",
     "embedding": "v h, b* -> b* h",  # a vocabulary split looks up what it has and zero elsewhere
     "autoplan.dropout": "pointwise",
+    "view_as_complex": "b* c^ -> b*; linear(0)",
+    "view_as_real": "b* -> b* c^; linear(0)",
     "conv1d": "n c l^, o c k^, o? -> n o m^; additive(2)",
     "conv2d": "n c h^ w^, o c k^ j^, o? -> n o y^ x^; additive(2)",
     "conv3d": "n c d^ h^ w^, o c i^ k^ j^, o? -> n o z^ y^ x^; additive(2)",

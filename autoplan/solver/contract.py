@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoplan.solver.intra_op import Edge, Floats, Ints, IntraOpProblem
+from autoplan.solver.intra_op import Edge, IntraOpProblem
+from autoplan.solver.program import Floats, Ints
 
 Expand = Callable[[tuple[int, ...]], tuple[int, ...]]
 

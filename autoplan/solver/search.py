@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search around the two programs: which degrees, microbatches and recomputation, in order of what they could gain.
 
-`Space` holds what no candidate changes: graph, rules, batch, layers. `search` enumerates candidates from the cluster's size
+`Search` enumerates candidates from the cluster's size
 and the user's pins, prices them in order of their lower bounds, stops where the bound passes the best, and keeps a reason for every
 loser. It gives a `Decision` with its `Figures`.
 """
@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from autoplan.cluster import Cluster
 from autoplan.costs.profile import Profiles
@@ -20,94 +19,19 @@ from autoplan.costs.tables import CostTables, Folded, OpTables, PinnedPlacementE
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph
 from autoplan.plan import Alternative, SearchReport
-from autoplan.sharding.batch import Batch, cut_batch, find_batch
+from autoplan.sharding.batch import cut_batch
 from autoplan.sharding.factors import OpRule
 from autoplan.sharding.rules import find_rule, kept_whole
 from autoplan.sharding.strategies import block_options
 from autoplan.solver.assemble import Decision, Figures
 from autoplan.solver.evaluate import Candidate, CandidateSolver, NotFasterError, Priced, mesh_costs
-from autoplan.solver.figures import dtype_of_work, flop_per_step, make_figures
-from autoplan.solver.layers import Layers, find_layers, fold
+from autoplan.solver.figures import make_figures
+from autoplan.solver.layers import fold
+from autoplan.solver.space import Pinned, Space
 from autoplan.units import format_bytes, format_seconds
 
 Progress = Callable[[str, float], None]
 MOST_MICROBATCH_CHOICES = 10
-HEAVY_SHARE = 0.01
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """The user's decisions; None leaves them to the search."""
-
-    tp: int | None = None
-    pp: int | None = None
-    dp: int | None = None
-    zero: int | None = None
-    num_microbatches: int | None = None
-    schedule: str | None = None
-    recompute: bool | None = None
-    stage_layers: tuple[int, ...] | None = None
-    placements: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class Space:
-    """What no candidate changes."""
-
-    graph: Graph
-    rules: dict[str, OpRule]
-    batch: Batch
-    layers: Layers
-    unruled_ops: tuple[str, ...]
-
-    @staticmethod
-    def of(graph: Graph) -> Space:
-        """Rules, batch and layers of a captured graph."""
-        found = {op.name: find_rule(op, graph) for op in graph.ops}
-        rules = {op.name: found[op.name] or kept_whole(op, graph) for op in graph.ops}
-        unruled = tuple(op.name for op in graph.ops if found[op.name] is None)
-        return Space(graph, rules, find_batch(graph, rules), find_layers(graph), unruled)
-
-    @cached_property
-    def dtype(self) -> str:
-        """The dtype of most of the parameters."""
-        return dtype_of_work(self.graph)
-
-    @cached_property
-    def forward_flop(self) -> float:
-        """FLOPs of the forward products over the whole batch."""
-        return flop_per_step(self.graph, training=False)
-
-    @cached_property
-    def training_flop(self) -> float:
-        """FLOPs of the forward and backward products over the whole batch."""
-        return flop_per_step(self.graph, training=True)
-
-    @cached_property
-    def block_flop(self) -> float:
-        """FLOPs of the forward products of repeated blocks: what recomputation does again."""
-        blocks = {n for layer in self.layers.layers if layer.is_block for n in layer.ops}
-        ops = tuple(op for op in self.graph.ops if op.name in blocks)
-        return flop_per_step(Graph(self.graph.name, self.graph.values, ops, (), ()), training=False)
-
-    @cached_property
-    def heavy_ops(self) -> frozenset[str]:
-        """Representative products that make up a hundredth of the model's FLOPs or more: what a pinned tp is meant to split."""
-        flop: dict[str, float] = {}
-        for op in self.graph.ops:
-            name = self.layers.representative.get(op.name, op.name)
-            one = Graph(self.graph.name, self.graph.values, (op,), (), ())
-            flop[name] = flop.get(name, 0.0) + flop_per_step(one, training=False)
-        return frozenset(n for n, f in flop.items() if f >= HEAVY_SHARE * self.forward_flop > 0)
-
-    @cached_property
-    def head_counts(self) -> dict[str, int]:
-        """Module path of every attention -> its number of heads; a tensor parallel degree must divide them."""
-        counts: dict[str, int] = {}
-        for op in self.graph.ops:
-            if op.target == "aten.scaled_dot_product_attention.default":
-                counts[op.module_path] = self.graph.values[op.inputs[0]].meta.shape[-3]
-        return counts
 
 
 @dataclass(frozen=True)
@@ -436,12 +360,12 @@ class Search:
                 seen.add(key)
                 found.append(_alternative(candidate, priced, _why_slower(priced, self.best)))
         rest: list[Alternative] = []
-        for candidate, reason in sorted(self.rejected.items()):
+        for candidate, reason in sorted(self.rejected.items(), key=lambda item: (-item[0].num_devices, item[0])):
             key = (candidate.pp, candidate.dp, candidate.tp)
             if key not in seen:
                 seen.add(key)
                 rest.append(_alternative(candidate, None, reason))
-        return tuple(found + rest[: max(top, 12)])
+        return tuple(found + rest[: 2 * top])
 
     def decide(self) -> tuple[Decision, Figures]:
         """The best candidate as a decision on the whole graph, with its figures."""

@@ -128,7 +128,7 @@ def test_losers_say_what_dominates() -> None:
     """Time by kind for what was priced, bytes for what does not fit, a bound for the rest."""
     plans = (slow_link(), too_big(), two_hosts(None))
     assert all(len(p.alternatives) >= 3 for p in plans)
-    words = ("communication", "compute", "bubble", "needs at least", "memory", "products alone")
+    words = ("communication", "compute", "bubble", "available", "memory", "products alone")
     for plan in plans:
         for loser in plan.alternatives:
             assert any(word in loser.reason for word in words), loser.reason

@@ -74,7 +74,6 @@ def test_split_weights_halve_the_states_but_for_biases() -> None:
     whole_biases = sum(p.spec == "RR" for n, p in plan.parameters.items() if n.endswith("bias"))
     expected = STATES // 2 + 16 * whole_biases * 1024 // 2
     assert _states(plan.stages[0].estimate.memory) == expected
-    assert 0 < whole_biases <= 4
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -56,8 +56,8 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), name_of(tensor.dtype))
 
 
-def tensors_in(result: object) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+def tensors_in(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def graph_of(
@@ -167,17 +167,18 @@ def _count(given: dict[str, Any]) -> list[Tensor | None]:
 
 def _batch_norm(given: dict[str, Any]) -> list[Tensor | None]:
     mean, var = given["running_mean"], given["running_var"]
-    new = [None if x is None else x.detach().clone() for x in (mean, var)]
+    new_mean, new_var = (None if x is None else x.detach().clone() for x in (mean, var))
     out = F.batch_norm(
         given["input"],
-        *new,
+        new_mean,
+        new_var,
         given["weight"],
         given["bias"],
         given["training"],
         given["momentum"],
         given["eps"],
     )
-    return [out, *new]
+    return [out, new_mean, new_var]
 
 
 def _index(given: dict[str, Any]) -> list[Tensor | None]:
@@ -254,9 +255,9 @@ def run_op(op: Op, graph: Graph, values: Mapping[str, Tensor]) -> Whole:
         tensor.requires_grad_(graph.values[name].requires_grad)
     outputs = run_whole(op, inputs)
     grads: list[Tensor | None] = []
-    for name, tensor in zip(op.outputs, outputs):
-        carries = bool(name) and graph.values[name].requires_grad and tensor is not None
-        grads.append(torch.randn(tensor.shape, dtype=tensor.dtype) if carries else None)  # type: ignore[union-attr]
+    for name, output in zip(op.outputs, outputs):
+        carries = bool(name) and graph.values[name].requires_grad
+        grads.append(summand(output) if output is not None and carries else None)
     found = differentiate(outputs, grads, inputs)
     kept = [o.detach() if o is not None and name else None for name, o in zip(op.outputs, outputs)]
     return Whole(op, graph, inputs, kept, grads, found)
@@ -290,8 +291,9 @@ def run_rank(local: LocalOp, sizes: Sizes, place: Place, inputs: list[Tensor]) -
     call = local_call(local, PretendRank(place, sizes))  # type: ignore[arg-type]
     args = [fill(a, inputs) for a in call.args]
     kwargs = {key: fill(value, inputs) for key, value in call.kwargs.items()}
-    result = call.function(*([MOMENT] if call.needs_moment else []), *args, **kwargs)
-    return [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+    return list(
+        tensors_in(call.function(*([MOMENT] if call.needs_moment else []), *args, **kwargs))
+    )
 
 
 def check_strategy(whole: Whole, strategy: Strategy, sizes: Sizes) -> str:

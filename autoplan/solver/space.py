@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search works on: the captured graph with what no candidate layout changes, and the user's pins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoplan.graph import Graph
+from autoplan.sharding.batch import Batch, find_batch
+from autoplan.sharding.factors import OpRule
+from autoplan.sharding.rules import find_rule, kept_whole
+from autoplan.solver.figures import dtype_of_work, flop_per_step
+from autoplan.solver.layers import Layers, find_layers
+
+HEAVY_SHARE = 0.01  # of the model's forward FLOPs: products above it are what a pinned tp is meant to split
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The user's decisions; None leaves them to the search."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    recompute: bool | None = None
+    stage_layers: tuple[int, ...] | None = None
+    placements: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Space:
+    """What no candidate changes."""
+
+    graph: Graph
+    rules: dict[str, OpRule]
+    batch: Batch
+    layers: Layers
+    unruled_ops: tuple[str, ...]
+
+    @staticmethod
+    def of(graph: Graph) -> Space:
+        """Rules, batch and layers of a captured graph."""
+        found = {op.name: find_rule(op, graph) for op in graph.ops}
+        rules = {op.name: found[op.name] or kept_whole(op, graph) for op in graph.ops}
+        unruled = tuple(op.name for op in graph.ops if found[op.name] is None)
+        return Space(graph, rules, find_batch(graph, rules), find_layers(graph), unruled)
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of most of the parameters."""
+        return dtype_of_work(self.graph)
+
+    @cached_property
+    def forward_flop(self) -> float:
+        """FLOPs of the forward products over the whole batch."""
+        return flop_per_step(self.graph, training=False)
+
+    @cached_property
+    def training_flop(self) -> float:
+        """FLOPs of the forward and backward products over the whole batch."""
+        return flop_per_step(self.graph, training=True)
+
+    @cached_property
+    def block_flop(self) -> float:
+        """FLOPs of the forward products of repeated blocks: what recomputation does again."""
+        blocks = {n for layer in self.layers.layers if layer.is_block for n in layer.ops}
+        ops = tuple(op for op in self.graph.ops if op.name in blocks)
+        return flop_per_step(Graph(self.graph.name, self.graph.values, ops, (), ()), training=False)
+
+    @cached_property
+    def heavy_ops(self) -> frozenset[str]:
+        """Representative products that make up a hundredth of the model's FLOPs or more: what a pinned tp is meant to split."""
+        flop: dict[str, float] = {}
+        for op in self.graph.ops:
+            name = self.layers.representative.get(op.name, op.name)
+            one = Graph(self.graph.name, self.graph.values, (op,), (), ())
+            flop[name] = flop.get(name, 0.0) + flop_per_step(one, training=False)
+        return frozenset(n for n, f in flop.items() if f >= HEAVY_SHARE * self.forward_flop > 0)
+
+    @cached_property
+    def head_counts(self) -> dict[str, int]:
+        """Module path of every attention -> its number of heads; a tensor parallel degree must divide them."""
+        counts: dict[str, int] = {}
+        for op in self.graph.ops:
+            if op.target == "aten.scaled_dot_product_attention.default":
+                counts[op.module_path] = self.graph.values[op.inputs[0]].meta.shape[-3]
+        return counts
