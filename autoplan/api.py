@@ -145,6 +145,8 @@ def parallelize(
     from autoplan.executor.module import ParallelModule, check_world
 
     check_world(plan)
+    if type(model).__name__ != plan.model.name:
+        raise PlanError(f"the plan was made for another model: it is a {plan.model.name}, this is a {type(model).__name__}. Plan again, or load the planned model.")
     inputs = _example_inputs(model, plan)
     captured = capture(model, inputs, loss_fn=loss_fn, mode=plan.settings.mode, precision=plan.settings.precision)
     if captured.graph.digest != plan.fingerprint.graph:
@@ -310,14 +312,14 @@ def _as_list(nested: dict[str, Any]) -> Any:
 def _first_difference(plan: Plan, captured: Captured) -> str:
     """In words, what differs first between the planned graph and this one."""
     graph = captured.graph
-    if graph.name != plan.model.name:
-        return f"it is a {plan.model.name}, this is a {graph.name}"
     for value in graph.of_kind("parameter"):
         entry = plan.parameters.get(value.name)
         if entry is None:
             return f"it has no parameter {value.name!r}"
         if tuple(entry.shape) != value.meta.shape:
             return f"{value.name!r} has shape {tuple(entry.shape)} in it, here {value.meta.shape}"
+        if entry.dtype != (value.stored_dtype or value.meta.dtype):
+            return f"{value.name!r} is {entry.dtype} in it, here {value.stored_dtype or value.meta.dtype}"
     missing = [n for n in plan.parameters if n not in graph.values and not any(n in g for g in graph.shared)]
     if missing:
         return f"it has a parameter {missing[0]!r} that this model lacks"

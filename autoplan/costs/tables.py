@@ -10,7 +10,7 @@ Everything is per device. Nothing is chosen here; the executor runs exactly what
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from autoplan.cluster import Cluster, Group, axis_group
@@ -265,7 +265,7 @@ class _TableBuilder:
         key = (op.name, self.rows, tp, dp > 1, groups, whole)
         if key not in self.known:
             self.known[key] = self._op_table(op)
-        return self.known[key]
+        return replace(self.known[key], op=op)  # the same prices; input names differ between cut and uncut graphs
 
     def _op_table(self, op: Op) -> OpTable:
         strategies = enumerate_strategies(op, self.rules[op.name], self.graph, self.mesh.axis_sizes, self.choices(op))

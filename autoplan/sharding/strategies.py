@@ -248,7 +248,8 @@ def parameter_strategies(
     for used in dict.fromkeys(wanted):
         plain = _storable(used.value, shape, axis_sizes)
         split = _split_over_data_parallel(plain, used.value, shape, axis_sizes)
-        if split is None or 0 in zero_levels:
+        frozen = not trainable and 3 not in zero_levels  # ZeRO-1 and 2 split optimizer states, of which it has none
+        if split is None or 0 in zero_levels or frozen:
             found[ParameterStrategy(used, plain, 0)] = None
         if split is None:
             continue

@@ -33,7 +33,11 @@ TIME_UNIT_FLOOR_S = 1e-12
 
 
 class NotFasterError(InfeasibleError):
-    """A candidate cannot beat the best one, however much memory it had."""
+    """A candidate cannot beat the best one, however much memory it had: it would take `step_s`."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__(f"takes {format_seconds(step_s)} even with unlimited memory")
+        self.step_s = step_s
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -157,7 +161,7 @@ class CandidateSolver:
                 if limit is None and not (fits and self.candidate.pp == 1):
                     quickest = self._price(solution, choices, names, math.inf)
                     if quickest.step_s >= beat_s:
-                        raise NotFasterError(f"takes {format_seconds(quickest.step_s)} even with unlimited memory")
+                        raise NotFasterError(quickest.step_s)
                 if fits or limit is not None or self.candidate.pp > 1:
                     return self._price(solution, choices, names, self.limit_bytes)
             except NotFasterError:

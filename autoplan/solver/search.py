@@ -32,6 +32,7 @@ from autoplan.units import format_bytes, format_seconds
 
 Progress = Callable[[str, float], None]
 MOST_MICROBATCH_CHOICES = 10
+FEW_MICROBATCH_CHOICES = 5  # up to so many are all priced
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Search:
     tables: dict[Candidate, CostTables] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     op_tables: OpTables = field(default_factory=dict)
-    timed_out: bool = False
+    exhaustive: bool = True  # every microbatch count of every layout that could win was priced
 
     def run(self) -> Priced:
         """The best candidate.
@@ -204,7 +205,7 @@ class Search:
                 self.rejected[members[0]] = f"cannot beat {format_seconds(self.best.step_s)}: its products alone take {format_seconds(bound)}"
             elif self.best is not None and time.monotonic() > deadline:
                 self.rejected[members[0]] = "not priced: the time limit of the search had passed"
-                self.timed_out = True
+                self.exhaustive = False
             else:
                 self._descend(members)
 
@@ -221,10 +222,13 @@ class Search:
 
         def seconds(at: int) -> float:
             if at not in times:
-                priced = self.price(members[at])
-                times[at] = priced.step_s if priced is not None else math.inf
+                times[at] = self.price(members[at])
             return times[at]
 
+        if len(members) <= FEW_MICROBATCH_CHOICES:
+            for number in range(len(members)):
+                seconds(number)
+            return
         at = 0
         while seconds(at) < math.inf and at + 2 < len(members) and seconds(at + 2) <= times[at]:
             at += 2
@@ -232,6 +236,7 @@ class Search:
             for near in (at - 1, at + 1):
                 if 0 <= near < len(members):
                     seconds(near)
+        self.exhaustive &= len(times) == len(members)
 
     def _solver(self, candidate: Candidate) -> CandidateSolver:
         """The candidate's tables; layouts that differ in recomputation or schedule alone share theirs.
@@ -271,24 +276,24 @@ class Search:
             self.parts[num_microbatches] = Part(folded, rules, block_options(partial, rules))
         return self.parts[num_microbatches]
 
-    def price(self, candidate: Candidate) -> Priced | None:
-        """The candidate's price, noted; None with the reason noted when it is not possible."""
+    def price(self, candidate: Candidate) -> float:
+        """The candidate's seconds a step, noted if it may be chosen; inf, with the reason noted, when it is not possible."""
         try:
             priced = self._solver(candidate).solve(self.best.step_s if self.best is not None else math.inf)
         except NotFasterError as error:
             self.rejected[candidate] = str(error)
-            return None
+            return error.step_s
         except PinnedPlacementError as error:
             self.rejected[candidate] = str(error)
-            return None
+            return math.inf
         except InfeasibleError as error:
             self.rejected[candidate] = str(error)
             self.infeasible.append((candidate, error))
-            return None
+            return math.inf
         self.priced[candidate] = priced
         if self.best is None or self._rank(priced) < self._rank(self.best):
             self.best = priced
-        return priced
+        return priced.step_s
 
     @staticmethod
     def _rank(priced: Priced) -> tuple[float, int, Candidate]:
@@ -379,7 +384,7 @@ class Search:
             num_candidates=len(self.priced) + len(self.rejected),
             num_rejected=len(self.rejected),
             gap=round(priced.gap, 9),
-            optimal=priced.optimal and not self.timed_out,
+            optimal=priced.optimal and self.exhaustive,
             idle_devices=idle,
             idle_reason=self._idle_reason(used) if idle else "",
         )

@@ -575,6 +575,13 @@ class Counting(nn.Module):
         return result
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Attention of two heads on (batch, seq, width)."""
+    parts = [t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v)]
+    result = functional.scaled_dot_product_attention(*parts, is_causal=causal)
+    return result.transpose(1, 2).flatten(2)
+
+
 class EncoderDecoder(nn.Module):
     """One block of each; logits of every target position."""
 
@@ -589,12 +596,8 @@ class EncoderDecoder(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         memory = self.encode(self.emb(source))
         h = self.emb(target)
-        history = functional.scaled_dot_product_attention(
-            *(t.unsqueeze(1) for t in (h, h, h)), is_causal=True
-        ).squeeze(1)
-        h = h + history
-        q, k, v = (t.unsqueeze(1) for t in (self.q(h), self.k(memory), self.v(memory)))
-        h = h + self.mix(functional.scaled_dot_product_attention(q, k, v).squeeze(1))
+        h = h + attend(h, h, h, causal=True)
+        h = h + self.mix(attend(self.q(h), self.k(memory), self.v(memory), causal=False))
         logits: Tensor = self.head(h)
         return logits
 

@@ -25,6 +25,7 @@ def _optimize(heads: int, num_devices: int, **pins: object) -> Plan:
         {"x": x},
         loss_fn=mean_square,
         pins=autoplan.Pins(**pins),  # type: ignore[arg-type]  # checked by Pins itself
+        time_limit_s=3.0,
     )
 
 

@@ -21,10 +21,12 @@ from autoplan.canonical import canonicalize
 from autoplan.executor.local_ops import LocalOp, Moment, local_call
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
 from autoplan.placements import Layout
+from autoplan.sharding.factors import OpRule
 from autoplan.sharding.rules import find_rule
 from autoplan.sharding.strategies import Strategy, axis_choices, enumerate_strategies
 
 Tensor = torch.Tensor
+Blocks = Mapping[str, tuple[int, ...]]  # letter -> numbers of blocks to split it in, besides 1
 MOMENT = Moment(0, 1, 7)
 LEFT_OUT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
 
@@ -50,6 +52,11 @@ class PretendRank:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def can_carry(tensor: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:
@@ -95,14 +102,14 @@ def graph_of(
     results = tensors_in(func(*args, **kwargs))
     values = {}
     for name, tensor in held.items():
-        trainable = tensor.is_floating_point() and name not in fixed
+        trainable = can_carry(tensor) and name not in fixed
         values[name] = Value(
             name, meta_of(tensor), "parameter" if trainable else "input", trainable
         )
     outputs = tuple(f"y{i}" for i in range(len(results)))
     grad = any(v.requires_grad for v in values.values())
     for name, tensor in zip(outputs, results):
-        carries = grad and tensor.is_floating_point()
+        carries = grad and can_carry(tensor)
         values[name] = Value(name, meta_of(tensor), "activation", carries)
     op = Op("op", str(func), tuple(held), outputs, MappingProxyType(arguments))
     inputs = tuple(n for n in held if values[n].kind == "input")
@@ -199,7 +206,7 @@ _OWN: dict[str, Callable[[dict[str, Any]], list[Tensor | None]]] = {
 
 def near(a: Tensor, b: Tensor) -> bool:
     """Equal in dtype and, up to rounding, in value."""
-    if a.dtype != b.dtype or not a.is_floating_point():
+    if a.dtype != b.dtype or not can_carry(a):
         return torch.equal(a, b)
     tolerance = 1e-5 if a.dtype == torch.float32 else 1e-9
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -211,7 +218,7 @@ def roughly(a: Tensor, b: Tensor) -> bool:
 
 
 def summand(x: Tensor) -> Tensor:
-    return torch.randn(x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros_like(x)
+    return torch.randn(x.shape, dtype=x.dtype) if can_carry(x) else torch.zeros_like(x)
 
 
 @dataclass(frozen=True)
@@ -355,7 +362,7 @@ class Report:
     wrong: tuple[str, ...]
 
 
-def check_op(whole: Whole, sizes: Sizes, blocks: Mapping[str, tuple[int, ...]]) -> Report:
+def check_op(whole: Whole, sizes: Sizes, blocks: Blocks) -> Report:
     """Every strategy of the op's rule on one mesh.
 
     Args:
@@ -382,3 +389,37 @@ def check_op(whole: Whole, sizes: Sizes, blocks: Mapping[str, tuple[int, ...]]) 
         if problem:
             wrong.append(f"{op.signature()} on {sizes}, {describe(strategy)}: {problem}")
     return Report(tried, needs_group, tuple(wrong))
+
+
+# -- a graph -------------------------------------------------------------------------------------
+
+MESHES: tuple[Sizes, ...] = ((2,), (2, 2))
+# Their local forms call collectives where classes, or what statistics run over, are split.
+GROUPED = {"autoplan.cross_entropy", "autoplan.cross_entropy_sum", "autoplan.batch_norm"}
+
+
+def values_of(graph: Graph, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every value of a graph, op by op on one device."""
+    values = dict(held)
+    for op in graph.ops:
+        outputs = run_whole(op, [values[n] for n in op.inputs])
+        values.update((n, t) for n, t in zip(op.outputs, outputs) if n and t is not None)
+    return values
+
+
+def problems_of(
+    graph: Graph, values: dict[str, Tensor], blocks: Callable[[Op, OpRule], Blocks]
+) -> list[str]:
+    """What is wrong with any strategy of any op of a graph."""
+    wrong: list[str] = []
+    for op in graph.ops:
+        rule = find_rule(op, graph)
+        assert rule is not None, f"{op.target} has no rule"
+        whole = run_op(op, graph, values)
+        for sizes in MESHES:
+            # with many letters, pairs of blocks are too many: they are tried on one axis alone
+            few = len(rule.letters) <= 3 or len(sizes) == 1
+            report = check_op(whole, sizes, blocks(op, rule) if few else {})
+            assert report.tried > report.needs_group or op.target in GROUPED
+            wrong += report.wrong
+    return wrong

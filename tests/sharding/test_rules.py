@@ -7,38 +7,17 @@ gradients of the local form in float64. Splits are tried plainly and in two bloc
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from pretend import Place, Sizes, part_of, places_of
-from rule_check import Whole, check_op, graph_of, local_op, run_op, run_rank, run_whole
-from torch import nn
+from rule_check import graph_of, problems_of, values_of
 
-from autoplan.capture import capture
-from autoplan.graph import Graph, Op
-from autoplan.placements import Replicate
-from autoplan.sharding.factors import OpRule
-from autoplan.sharding.rules import _POINTWISE, _TABLE, find_rule, kept_whole
+from autoplan.sharding.rules import _POINTWISE, _TABLE
 from autoplan.sharding.shape_rules import RESOLVERS
-from autoplan.sharding.strategies import axis_choices, block_options, enumerate_strategies
 
 aten = torch.ops.aten
-MESHES = ((2,), (2, 2))
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
-Blocks = Mapping[str, tuple[int, ...]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of tiny calls: threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def x(*shape: int, low: float = 0.1, high: float = 0.9) -> torch.Tensor:
@@ -62,6 +41,10 @@ def bools(*shape: int) -> torch.Tensor:
 
 def case(func: Any, *args: Any, **kwargs: Any) -> Case:
     return func, args, kwargs
+
+
+def z(*shape: int) -> torch.Tensor:
+    return torch.complex(signed(*shape), signed(*shape))
 
 
 torch.manual_seed(20)
@@ -124,6 +107,19 @@ POINTWISE: list[Case] = [
     case(aten._to_copy.default, x(8, 4), dtype=torch.float32),
     case(aten._to_copy.default, ints(8, 4), dtype=torch.float64),
     case(aten.isin.Tensor_Scalar, ints(8, 4), 3),
+]
+
+COMPLEX: list[Case] = [
+    case(aten.complex.default, x(8, 4), x(4)),
+    case(aten.polar.default, x(8, 4), signed(8, 4)),
+    case(aten.angle.default, z(8, 4)),
+    case(aten.real.default, z(8, 4)),
+    case(aten.imag.default, z(8, 4)),
+    case(aten.view_as_real.default, z(8, 4)),
+    case(aten.view_as_complex.default, x(8, 4, 2)),
+    case(aten.mul.Tensor, z(8, 4), z(4)),
+    case(aten.mul.Tensor, z(8, 4), x(8, 4)),
+    case(aten.add.Tensor, z(8, 4), x(8, 4)),
 ]
 
 REDUCTIONS: list[Case] = [
@@ -388,6 +384,7 @@ FROZEN = {
 
 CASES = [
     *POINTWISE,
+    *COMPLEX,
     *REDUCTIONS,
     *ALONG,
     *LOSSES,
@@ -400,15 +397,6 @@ CASES = [
     *ATTENTION,
     *CROSS_ENTROPY,
 ]
-
-
-def values_of(graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every value of a graph, op by op on one device."""
-    values = dict(held)
-    for op in graph.ops:
-        outputs = run_whole(op, [values[n] for n in op.inputs])
-        values.update((n, t) for n, t in zip(op.outputs, outputs) if n and t is not None)
-    return values
 
 
 def label(one: Case) -> str:
@@ -428,157 +416,6 @@ def test_parts_make_up_the_whole(one: Case) -> None:
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:12])
 
 
-def problems_of(
-    graph: Graph, values: dict[str, torch.Tensor], blocks: Callable[[Op, OpRule], Blocks]
-) -> list[str]:
-    """What is wrong with any strategy of any op of a graph."""
-    wrong: list[str] = []
-    for op in graph.ops:
-        rule = find_rule(op, graph)
-        assert rule is not None, f"{op.target} has no rule"
-        whole = run_op(op, graph, values)
-        for sizes in MESHES:
-            # with many letters, pairs of blocks are too many: they are tried on one axis alone
-            few = len(rule.letters) <= 3 or len(sizes) == 1
-            report = check_op(whole, sizes, blocks(op, rule) if few else {})
-            assert report.tried > report.needs_group or op.target in GROUPED
-            wrong += report.wrong
-    return wrong
-
-
-# Their local forms call collectives where classes, or what statistics run over, are split.
-GROUPED = {"autoplan.cross_entropy", "autoplan.cross_entropy_sum", "autoplan.batch_norm"}
-
-
-# -- ops inside models: the blocks their neighbours give ------------------------------------------
-
-
-class PackedAttention(nn.Module):
-    """Embedding, one projection to queries, keys and values, causal attention, a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 8, dtype=torch.float64)
-        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
-        self.head = nn.Linear(8, 8, dtype=torch.float64)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x_BSD = self.table(ids)
-        q, k, v = self.qkv(x_BSD).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4).unbind(0)
-        y_BHSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        logits = self.head(y_BHSD.transpose(1, 2).flatten(2))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class HandMadeAttention(nn.Module):
-    """Chunks of one projection, rotation of halves, a mask, softmax: what older models write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
-
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.reshape(4, 4, 2, 4) for t in self.qkv(x_BSD).chunk(3, -1))
-        q = torch.cat((-q[..., 2:], q[..., :2]), -1)
-        scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / 2.0
-        future = torch.arange(4) > torch.arange(4).unsqueeze(1)
-        scores = scores.masked_fill(future, float("-inf"))
-        y_BHSD: torch.Tensor = scores.softmax(-1) @ v.transpose(1, 2)
-        return y_BHSD.square().mean()
-
-
-class RowsByNumber(nn.Module):
-    """Rows picked one per sample by an arange, as a classifier's last token or a router does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(signed(8, 4))
-
-    def forward(self, x_BTC: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        logits = x_BTC @ self.weight
-        return logits[torch.arange(8), last].logsumexp(-1).sum()
-
-
-class Images(nn.Module):
-    """Convolution, batch norm, pooling, a flattened head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(4, 8, 3, padding=1, dtype=torch.float64)
-        self.norm = nn.BatchNorm2d(8, dtype=torch.float64)
-        self.head = nn.Linear(32, 4, dtype=torch.float64)
-
-    def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
-        y_NCHW = F.max_pool2d(torch.relu(self.norm(self.first(x_NCHW))), 2)
-        logits: torch.Tensor = self.head(y_NCHW.flatten(1))
-        return logits.log_softmax(-1).square().sum()
-
-
-MODELS: list[tuple[type[nn.Module], dict[str, torch.Tensor]]] = [
-    (PackedAttention, {"ids": ints(4, 4), "labels": ints(4, 4)}),
-    (HandMadeAttention, {"x_BSD": signed(4, 4, 8)}),
-    (RowsByNumber, {"x_BTC": signed(8, 4, 8), "last": ints(8, below=4)}),
-    (Images, {"x_NCHW": signed(4, 4, 4, 4)}),
-]
-
-
-def own_loss(outputs: Any, batch: object) -> torch.Tensor:
-    """These models return their loss."""
-    return torch.as_tensor(outputs)
-
-
-@pytest.mark.parametrize(("kind", "batch"), MODELS, ids=lambda one: getattr(one, "__name__", ""))
-def test_every_op_of_a_model(kind: type[nn.Module], batch: dict[str, torch.Tensor]) -> None:
-    torch.manual_seed(20)
-    model = kind()
-    captured = capture(model, batch, loss_fn=own_loss)
-    graph = captured.graph
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
-    values = values_of(graph, {**captured.constants, **held})
-    rules = {op.name: find_rule(op, graph) or kept_whole(op, graph) for op in graph.ops}
-    blocks = block_options(graph, rules)
-    assert graph.loss is not None
-    assert torch.allclose(values[graph.loss], model(**batch)), "the graph computes the model"
-    wrong = problems_of(graph, values, lambda op, rule: blocks[op.name])
-    assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:12])
-
-
-def test_index_by_arange_is_split_with_its_rows() -> None:
-    captured = capture(RowsByNumber(), MODELS[2][1], loss_fn=own_loss)
-    op = next(op for op in captured.graph.ops if op.target == "autoplan.index")
-    rule = find_rule(op, captured.graph)
-    assert rule is not None
-    where = {tensor for places in rule.places.values() for tensor, *_ in places if len(places) > 2}
-    assert {0, len(op.inputs)} <= where, "source and result share the letter of the rows"
-
-
-# -- random streams --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
-def test_dropout_draws_one_mask_per_part(sizes: Sizes) -> None:
-    value = x(16, 8)
-    graph, _ = graph_of(aten.native_dropout.default, (value, 0.5, True), {}, frozenset(), 1)
-    (op,) = graph.ops
-    assert op.target == "autoplan.dropout"
-    rule = find_rule(op, graph)
-    assert rule is not None
-    choices = axis_choices(rule, {}, sums=True, grads=False)
-    whole = Whole(op, graph, [value], [value], [None], [None])
-    for strategy in enumerate_strategies(op, rule, graph, sizes, (choices,) * len(sizes)):
-        spec = strategy.inputs[0].value
-        masks: dict[Place, torch.Tensor] = {}
-        for place in places_of(sizes):
-            part = part_of(value, spec, sizes, place)
-            (out,) = run_rank(local_op(whole, strategy, sizes), sizes, place, [part])
-            kept = out != 0
-            assert torch.allclose(out, torch.where(kept, 2.0 * part, 0.0)), "zero, or twice it"
-            masks[place] = kept
-        for a, b in itertools.combinations(masks, 2):
-            same = all(isinstance(p, Replicate) or i == j for p, i, j in zip(spec, a, b))
-            assert torch.equal(masks[a], masks[b]) == same, f"{spec}: ranks {a} and {b}"
-
-
 # -- no family is missed ---------------------------------------------------------------------------
 
 # Families whose values are not defined by their operands, and those that capture rewrites.
@@ -587,7 +424,6 @@ UNTRIED = {
     **dict.fromkeys(("rand", "randn", "randint"), "random, and made whole"),
     "native_dropout": "autoplan.dropout after capture, tried above",
     "autoplan.dropout": "tried above",
-    "imag": "complex tensors are not planned",
 }
 
 
