@@ -28,7 +28,7 @@ _RESHAPES = frozenset(
         "aten.reshape.default",
         "aten.flatten.using_ints",
         "aten.unflatten.int",
-        "aten.view_copy.default",
+        "aten.view_copy.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
     }
 )
 _BATCH_NORMS = frozenset(

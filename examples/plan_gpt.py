@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2 (124 M parameters) planned for 16 A100 in two hosts, and held against what people configure by hand.
+"""GPT-2 (124 M parameters) planned for 16 A100 in two hosts, beside what people set up by hand.
 
-    python examples/plan_gpt.py [CLUSTER [PLAN.json]]                          # default: dgx-a100-2x8, plans/gpt.json
-    autoplan plan examples/plan_gpt.py:gpt --cluster dgx-a100-2x8 -o gpt.json  # the same plan from the command line
+    python examples/plan_gpt.py [CLUSTER [PLAN.json]]
+    autoplan plan examples/plan_gpt.py:gpt --cluster dgx-a100-2x8 -o gpt.json
 
-The model lies on the meta device: no GPU is needed, and no memory for its weights.
+The first plans for dgx-a100-2x8 and writes plans/gpt.json beside this file unless told otherwise;
+the second makes the same plan. The model lies on the meta device: no GPU is needed, and no memory
+for its weights.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     # 50257 tokens have no divisor that a mesh has; padded to a multiple of 128, as is usual.
     config = GPT2Config(vocab_size=50304, use_cache=False)
     with torch.device("meta"):
-        model = GPT2LMHeadModel(config).to(torch.bfloat16).train()
+        model: nn.Module = GPT2LMHeadModel(config)
+        model.to(torch.bfloat16).train()
         ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids}
 
 
 def baselines(plan: autoplan.Plan, cluster: autoplan.Cluster) -> dict[str, float | None]:
-    """Seconds of a step of each baseline, priced by the plan's own tables; None where it does not fit."""
+    """Seconds of a step of each baseline, priced as the plan is; None where it does not fit."""
     model, inputs = gpt()
     space = Space.of(capture(model, inputs).graph)
     settings = plan.settings

@@ -292,7 +292,8 @@ def _embedding(local: LocalOp, ranks: Ranks) -> Call:
     padding = local.op.arguments.get("padding_idx", -1)
     assert isinstance(padding, int), "padding_idx is a number"
     if not weight.axes_of(0):
-        return Call(torch.ops.aten.embedding.default, (Ref(0), Ref(1), padding), {})
+        by_frequency, sparse = bool(local.op.arguments.get("scale_grad_by_freq")), bool(local.op.arguments.get("sparse"))
+        return Call(torch.ops.aten.embedding.default, (Ref(0), Ref(1), padding, by_frequency, sparse), {})
     start = _first_row(weight, 0, local.global_inputs[0].shape[0], ranks)
     return Call(VocabularyEmbedding(start, padding), (Ref(0), Ref(1)), {})
 

@@ -51,7 +51,9 @@ def batch_inputs(graph: Graph) -> dict[str, int]:
     return {n: size for n in graph.inputs if graph.values[n].meta.shape[:1] == (size,)}
 
 
-def find_batch(graph: Graph, rules: Mapping[str, OpRule], inputs: Mapping[str, int] | None = None) -> Batch:
+def find_batch(
+    graph: Graph, rules: Mapping[str, OpRule], inputs: Mapping[str, int] | None = None
+) -> Batch:
     """Follows the batch through the graph.
 
     Args:
@@ -73,17 +75,38 @@ def find_batch(graph: Graph, rules: Mapping[str, OpRule], inputs: Mapping[str, i
     for op in graph.ops:
         tracker.visit(op)
     tracker.check_ends()
-    return Batch(size, positions, letters, MappingProxyType(tracker.over_time), frozenset(tracker.prologue), MappingProxyType(tracker.hindrances))
+    return Batch(
+        size,
+        positions,
+        letters,
+        MappingProxyType(tracker.over_time),
+        frozenset(tracker.prologue),
+        MappingProxyType(tracker.hindrances),
+    )
 
 
-def _follow(op: Op, rule: OpRule, graph: Graph, positions: dict[str, tuple[int, int]], letters: dict[str, tuple[str, int]]) -> bool:
+def _follow(
+    op: Op,
+    rule: OpRule,
+    graph: Graph,
+    positions: dict[str, tuple[int, int]],
+    letters: dict[str, tuple[str, int]],
+) -> bool:
     """Spreads the batch from any tensor of the op to the others through its letter."""
     names = (*op.inputs, *op.outputs)
     if op.name not in letters:
         for letter in rule.letters:
             for tensor, dim, _, left, size in rule.places[letter]:
                 at = positions.get(names[tensor])
-                if at and at[0] == dim and at[1] % left == 0 and at[1] // left < size and size % (at[1] // left) == 0:
+                if (
+                    at
+                    and at[0] == dim
+                    and at[1] % left == 0
+                    and at[1] // left < size
+                    and size % (at[1] // left) == 0
+                ):
+                    if at[1] // left > 1 and letter in rule.contiguous:
+                        continue
                     letters[op.name] = (letter, at[1] // left)
                     break
             if op.name in letters:
@@ -103,10 +126,22 @@ def _follow(op: Op, rule: OpRule, graph: Graph, positions: dict[str, tuple[int, 
 class _OverTime:
     """What every value is over the microbatches, op by op in order."""
 
-    def __init__(self, graph: Graph, rules: Mapping[str, OpRule], positions: Mapping[str, tuple[int, int]], letters: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Mapping[str, OpRule],
+        positions: Mapping[str, tuple[int, int]],
+        letters: Mapping[str, tuple[str, int]],
+    ) -> None:
         self.graph, self.rules, self.positions, self.letters = graph, rules, positions, letters
-        self.over_time = {v.name: "S" if v.name in positions else "R" for v in graph.values.values() if v.kind != "activation"}
-        self.from_inputs = {v.name: not v.requires_grad for v in graph.values.values() if v.kind != "activation"}
+        self.over_time = {
+            v.name: "S" if v.name in positions else "R"
+            for v in graph.values.values()
+            if v.kind != "activation"
+        }
+        self.from_inputs = {
+            v.name: not v.requires_grad for v in graph.values.values() if v.kind != "activation"
+        }
         self.prologue: set[str] = set()
         self.hindrances: dict[str, str] = {}
 
@@ -177,7 +212,11 @@ class _OverTime:
                 if name:
                     self.over_time[name] = "R"
             producers = self.graph.producers
-            stack += [self.graph.ops[producers[n]] for n in current.inputs if n in producers and self.over_time[n] != "R"]
+            stack += [
+                self.graph.ops[producers[n]]
+                for n in current.inputs
+                if n in producers and self.over_time[n] != "R"
+            ]
 
     def check_ends(self) -> None:
         loss = self.graph.loss
@@ -203,29 +242,51 @@ def cut_batch(graph: Graph, batch: Batch, num_microbatches: int) -> Graph:
         op, reason = next(iter(batch.hindrances.items()))
         raise ValueError(f"the batch cannot be cut into microbatches: {reason} ({op})")
     if batch.size % num_microbatches:
-        raise ValueError(f"a batch of {batch.size} does not divide into {num_microbatches} microbatches")
+        raise ValueError(
+            f"a batch of {batch.size} does not divide into {num_microbatches} microbatches"
+        )
     return _Cutter(graph, batch, num_microbatches).run()
 
 
 class _Cutter:
     def __init__(self, graph: Graph, batch: Batch, parts: int) -> None:
         self.graph, self.batch, self.parts = graph, batch, parts
-        self.values: dict[str, Value] = {v.name: v for v in graph.values.values() if v.kind != "activation"}
+        self.values: dict[str, Value] = {
+            v.name: v for v in graph.values.values() if v.kind != "activation"
+        }
         self.ops: list[Op] = []
 
     def run(self) -> Graph:
         graph = self.graph
         for op in graph.ops:
             inside = op.name not in self.batch.prologue
-            inputs = tuple(self._rows(n) if inside and self._needs_rows(op, n) else n for n in op.inputs)
-            self.ops.append(Op(op.name, op.target, inputs, op.outputs, op.arguments, op.module_path, op.source))
+            inputs = tuple(
+                self._rows(n) if inside and self._needs_rows(op, n) else n for n in op.inputs
+            )
+            self.ops.append(
+                Op(op.name, op.target, inputs, op.outputs, op.arguments, op.module_path, op.source)
+            )
             for name in op.outputs:
                 if name:
                     value = graph.values[name]
                     meta = self._smaller(value) if self.batch.over_time[name] == "S" else value.meta
                     self.values[name] = Value(name, meta, value.kind, value.requires_grad)
-        outputs = tuple(self._rows(o) if o and o in self.batch.positions and self.batch.over_time[o] == "R" else o for o in graph.outputs)
-        return Graph(graph.name, MappingProxyType(self.values), tuple(self.ops), graph.inputs, outputs, graph.loss, graph.buffer_updates, graph.shared)
+        outputs = tuple(
+            self._rows(o)
+            if o and o in self.batch.positions and self.batch.over_time[o] == "R"
+            else o
+            for o in graph.outputs
+        )
+        return Graph(
+            graph.name,
+            MappingProxyType(self.values),
+            tuple(self.ops),
+            graph.inputs,
+            outputs,
+            graph.loss,
+            graph.buffer_updates,
+            graph.shared,
+        )
 
     def _needs_rows(self, op: Op, name: str) -> bool:
         whole = self.batch.over_time[name] == "R" or self.graph.values[name].kind == "input"

@@ -18,11 +18,19 @@ _RANDOM = frozenset({"autoplan.dropout"})
 
 def free_ops(graph: Graph) -> frozenset[str]:
     """Names of the ops that depend on inputs alone or on parameters alone, and on no random stream."""
-    source = {v.name: {"input": "i", "parameter": "p"}.get(v.kind, "") for v in graph.values.values() if v.kind != "activation"}
+    source = {
+        v.name: {"input": "i", "parameter": "p"}.get(v.kind, "")
+        for v in graph.values.values()
+        if v.kind != "activation"
+    }
     free: set[str] = set()
     for op in graph.ops:
         origins = {source[name] for name in op.inputs} - {""}
-        origin = "x" if len(origins) > 1 or "x" in origins or op.target in _RANDOM else next(iter(origins), "")
+        origin = (
+            "x"
+            if len(origins) > 1 or "x" in origins or op.target in _RANDOM
+            else next(iter(origins), "")
+        )
         if origin != "x":
             free.add(op.name)
         for name in op.outputs:
@@ -67,14 +75,19 @@ def cut_stages(graph: Graph, bounds: Iterable[tuple[str, str]]) -> tuple[StageCu
     spans, expected = [], 0
     for first, last in bounds:
         if place.get(first) != expected or place.get(last, -1) < expected:
-            raise ValueError(f"stage {len(spans)} starts at {first!r}, expected {chain[expected] if expected < len(chain) else 'nothing'!r}")
+            raise ValueError(
+                f"stage {len(spans)} starts at {first!r}, expected {chain[expected] if expected < len(chain) else 'nothing'!r}"
+            )
         spans.append((place[first], place[last] + 1))
         expected = place[last] + 1
     if expected != len(chain):
         raise ValueError(f"no stage runs {chain[expected]!r} and what follows")
     stage_of = {chain[i]: s for s, (start, end) in enumerate(spans) for i in range(start, end)}
     wanted = _wanted_at_end(graph)
-    needed = [_closure(graph, stage_of, s, wanted if s == len(spans) - 1 else ()) for s in range(len(spans))]
+    needed = [
+        _closure(graph, stage_of, s, wanted if s == len(spans) - 1 else ())
+        for s in range(len(spans))
+    ]
     crossing = _crossings(graph, stage_of, [n for n, _ in needed], wanted)
     return tuple(
         StageCut(
@@ -89,13 +102,23 @@ def cut_stages(graph: Graph, bounds: Iterable[tuple[str, str]]) -> tuple[StageCu
 
 def _wanted_at_end(graph: Graph) -> tuple[str, ...]:
     """Outputs are collected where they are made; only those of free ops are asked of the last stage."""
-    wanted = [o for o in graph.outputs if o] + ([graph.loss] if graph.loss else []) + list(graph.buffer_updates.values())
+    wanted = (
+        [o for o in graph.outputs if o]
+        + ([graph.loss] if graph.loss else [])
+        + list(graph.buffer_updates.values())
+    )
     free = free_ops(graph)
     producers = graph.producers
-    return tuple(dict.fromkeys(n for n in wanted if n not in producers or graph.ops[producers[n]].name in free))
+    return tuple(
+        dict.fromkeys(
+            n for n in wanted if n not in producers or graph.ops[producers[n]].name in free
+        )
+    )
 
 
-def _closure(graph: Graph, stage_of: dict[str, int], stage: int, wanted: tuple[str, ...]) -> tuple[set[str], set[str]]:
+def _closure(
+    graph: Graph, stage_of: dict[str, int], stage: int, wanted: tuple[str, ...]
+) -> tuple[set[str], set[str]]:
     """Op names the stage runs (its chain and the free ops behind it) and the leaf values it reads."""
     names = {name for name, s in stage_of.items() if s == stage}
     used: set[str] = set()
@@ -117,7 +140,9 @@ def _closure(graph: Graph, stage_of: dict[str, int], stage: int, wanted: tuple[s
     return names, used
 
 
-def _crossings(graph: Graph, stage_of: dict[str, int], needed: list[set[str]], wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _crossings(
+    graph: Graph, stage_of: dict[str, int], needed: list[set[str]], wanted: tuple[str, ...]
+) -> list[tuple[str, ...]]:
     """Per boundary s (into stage s; boundary 0 is empty): chain values made before it and used at or after it."""
     num = len(needed)
     last_use: dict[str, int] = {}

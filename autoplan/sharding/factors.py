@@ -27,7 +27,9 @@ Dims = tuple[tuple[Atom, ...], ...]
 
 def plain(letters: tuple[str | None, ...], meta: TensorMeta) -> Dims:
     """Dims of one atom each; a dim of size 1 has no letter, it is broadcast or empty of choice."""
-    return tuple((Atom(letter if size > 1 else None, size),) for letter, size in zip(letters, meta.shape))
+    return tuple(
+        (Atom(letter if size > 1 else None, size),) for letter, size in zip(letters, meta.shape)
+    )
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class OpRule:
         linear: Sets of input slots; when exactly these are Partial, the outputs are Partial.
         additive: Input slots that are summands beside a contraction.
         completes: Letters whose reduction the op's local form finishes itself.
+        contiguous: Letters that are split in one block only: the local form needs to know where its part starts.
     """
 
     inputs: tuple[Dims, ...]
@@ -46,6 +49,7 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     additive: frozenset[int] = frozenset()
     completes: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
 
     @cached_property
     def letters(self) -> tuple[str, ...]:
@@ -60,7 +64,9 @@ class OpRule:
     @cached_property
     def places(self) -> dict[str, tuple[tuple[int, int, int, int, int], ...]]:
         """letter -> (tensor, dim, atom, blocks to its left, size); tensors count inputs first, then outputs."""
-        found: dict[str, list[tuple[int, int, int, int, int]]] = {letter: [] for letter in self.letters}
+        found: dict[str, list[tuple[int, int, int, int, int]]] = {
+            letter: [] for letter in self.letters
+        }
         for tensor, dims in enumerate((*self.inputs, *self.outputs)):
             for dim, atoms in enumerate(dims):
                 left = 1

@@ -9,7 +9,7 @@ volume; bytes are in fractions of the global tensor, so a path depends on specs 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import networkx as nx
 
@@ -47,8 +47,10 @@ class Move:
         return f"{self.kind} {self.source}->{self.target} on axis {self.axis}"
 
 
-@lru_cache(maxsize=None)
-def transition(source: ShardingSpec, target: ShardingSpec, axis_sizes: tuple[int, ...]) -> tuple[Move, ...]:
+@cache
+def transition(
+    source: ShardingSpec, target: ShardingSpec, axis_sizes: tuple[int, ...]
+) -> tuple[Move, ...]:
     """The moves from `source` to `target`, in order; none when they are equal.
 
     Source of the idea: shortest paths over primitive moves, as in Megatron-LM's and nnScaler's adapters; the nesting rule
@@ -77,7 +79,9 @@ def _states(source: ShardingSpec, target: ShardingSpec) -> list[ShardingSpec]:
     return [ShardingSpec(state) for state in states]
 
 
-def _moves(state: ShardingSpec, source: ShardingSpec, target: ShardingSpec, sizes: tuple[int, ...]) -> list[tuple[Move, ShardingSpec]]:
+def _moves(
+    state: ShardingSpec, source: ShardingSpec, target: ShardingSpec, sizes: tuple[int, ...]
+) -> list[tuple[Move, ShardingSpec]]:
     found = []
     for axis, here in enumerate(state):
         for there in dict.fromkeys((target[axis], R)):
@@ -101,7 +105,9 @@ def _kind(here: Placement, there: Placement) -> str | None:
         return "all_reduce" if isinstance(there, Replicate) else "reduce_scatter"
     if isinstance(here, Shard):
         if isinstance(there, Shard):
-            return "all_to_all" if here.dim != there.dim else None  # other blocks of one dim go through the whole tensor
+            return (
+                "all_to_all" if here.dim != there.dim else None
+            )  # other blocks of one dim go through the whole tensor
         return "all_gather" if isinstance(there, Replicate) else "pad"
     return "slice" if isinstance(there, Shard) else "keep"
 
@@ -112,5 +118,9 @@ def _fraction(spec: ShardingSpec, sizes: tuple[int, ...]) -> float:
 
 def _weight(move: Move, sizes: tuple[int, ...]) -> float:
     size = sizes[move.axis]
-    volume = 0.0 if move.is_local else (2.0 if move.kind == "all_reduce" else 1.0) * (size - 1) / size * move.fraction
+    volume = (
+        0.0
+        if move.is_local
+        else (2.0 if move.kind == "all_reduce" else 1.0) * (size - 1) / size * move.fraction
+    )
     return volume * OUTER_AXIS_WEIGHT ** (len(sizes) - 1 - move.axis) + MOVE_WEIGHT

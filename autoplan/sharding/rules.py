@@ -11,27 +11,29 @@ assigned one letter, and every layout of the op follows (DESIGN 2; `strategies.p
     completes(c)   the op's local form itself finishes the reduction over c, with a collective of its own
 
 A dim may be a product of factors, left to right, as in a reshape: `(b s) -> b s`. Splitting a factor that is not leftmost
-is a split in blocks (`placements.Shard.blocks`). Ops whose factors depend on their arguments are in `shape_rules.py`.
+is a split in blocks (`placements.Shard.blocks`). Ops whose factors depend on their arguments are in `compute_rules.py` and
+`view_rules.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from autoplan.graph import Graph, Op, TensorMeta
-from autoplan.sharding import shape_rules
+from autoplan.sharding.arguments import Resolver
+from autoplan.sharding.compute_rules import COMPUTE_RULES, grouped_convolution, pointwise
 from autoplan.sharding.factors import Atom, Dims, OpRule, plain
+from autoplan.sharding.view_rules import VIEW_RULES
 
 _POINTWISE = """
 abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_min clamp_max cos cosh
-elu eq erf erfc exp exp2 expm1 floor fmod ge gelu glu_jvp gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log
+elu eq erf erfc exp exp2 expm1 floor fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log
 log1p log2 log10 log_sigmoid logical_and logical_not logical_or logical_xor logaddexp lt masked_fill maximum minimum mish nan_to_num ne
-pow reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink softsign sqrt square tan tanh
+pow reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh
 threshold trunc where xlogy __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift floor_divide addcmul addcdiv frac
-logit isneginf isposinf rsub fill hardshrink tanhshrink copysign hypot zeros_like ones_like full_like empty_like complex polar angle
+logit isneginf isposinf rsub fill hardshrink copysign hypot zeros_like ones_like full_like empty_like complex polar angle
 """.split()
 
 # op family (the name before the overload) -> rule text
@@ -43,8 +45,6 @@ _TABLE: dict[str, str] = {
     "mv": "m k, k -> m",
     "dot": "k, k ->",
     "outer": "m, n -> m n",
-    "layer_norm": "b* k^, k^?, k^? -> b* k^",
-    "embedding": "v h, b* -> b* h",  # a vocabulary split looks up what it has and zero elsewhere
     "autoplan.dropout": "pointwise",
     "view_as_complex": "b* c^ -> b*; linear(0)",
     "view_as_real": "b* -> b* c^; linear(0)",
@@ -63,11 +63,11 @@ _TABLE: dict[str, str] = {
     "upsample_bicubic2d": "n c h^ w^ -> n c y^ x^; linear(0)",
 }
 
-Resolver = Callable[[Op, tuple[TensorMeta, ...], tuple[TensorMeta | None, ...]], OpRule | None]
+RESOLVERS = {**COMPUTE_RULES, **VIEW_RULES}
 
 
 def _family(target: str) -> str:
-    """"aten.linear.default" -> "linear"; autoplan's own ops keep their full name."""
+    """ "aten.linear.default" -> "linear"; autoplan's own ops keep their full name."""
     return target if target.startswith("autoplan.") else target.split(".")[1]
 
 
@@ -80,22 +80,29 @@ def find_rule(op: Op, graph: Graph) -> OpRule | None:
 
 def kept_whole(op: Op, graph: Graph) -> OpRule:
     """The rule of an op that nothing is known of: no dim may be split."""
-    inputs = tuple(plain((None,) * len(graph.values[n].meta.shape), graph.values[n].meta) for n in op.inputs)
-    outputs = tuple(plain((None,) * len(graph.values[n].meta.shape), graph.values[n].meta) if n else () for n in op.outputs)
+    inputs = tuple(
+        plain((None,) * len(graph.values[n].meta.shape), graph.values[n].meta) for n in op.inputs
+    )
+    outputs = tuple(
+        plain((None,) * len(graph.values[n].meta.shape), graph.values[n].meta) if n else ()
+        for n in op.outputs
+    )
     return OpRule(inputs, outputs)
 
 
-def _resolve(op: Op, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]) -> OpRule | None:
+def _resolve(
+    op: Op, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]
+) -> OpRule | None:
     family = _family(op.target)
-    resolver: Resolver | None = shape_rules.RESOLVERS.get(family)
+    resolver: Resolver | None = RESOLVERS.get(family)
     if resolver is not None:
         return resolver(op, inputs, outputs)
     if family in _TABLE and _TABLE[family] != "pointwise":
         if family.startswith("conv") and op.arguments.get("groups", 1) != 1:
-            return shape_rules.grouped_convolution(op, inputs, outputs)
+            return grouped_convolution(op, inputs, outputs)
         return _from_text(_TABLE[family], inputs, outputs)
     if family in _POINTWISE or _TABLE.get(family) == "pointwise":
-        return shape_rules.pointwise(op, inputs, outputs)
+        return pointwise(op, inputs, outputs)
     return None
 
 
@@ -109,14 +116,23 @@ class _Parsed:
     completes: frozenset[str]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(text: str) -> _Parsed:
     signature, *marks = (part.strip() for part in text.split(";"))
     left, right = signature.split("->")
     operands = [tuple(part.split()) for part in left.split(",")]
-    optional = frozenset(i for i, letters in enumerate(operands) if letters and letters[-1].endswith("?"))
-    found = {name: body for name, body in (re.fullmatch(r"(\w+)\((.*)\)", mark).groups() for mark in marks)}  # type: ignore[union-attr]
-    numbers = {key: frozenset(map(int, found[key].split())) for key in ("additive", "linear") if key in found}
+    optional = frozenset(
+        i for i, letters in enumerate(operands) if letters and letters[-1].endswith("?")
+    )
+    found = {
+        name: body
+        for name, body in (re.fullmatch(r"(\w+)\((.*)\)", mark).groups() for mark in marks)
+    }  # type: ignore[union-attr]
+    numbers = {
+        key: frozenset(map(int, found[key].split()))
+        for key in ("additive", "linear")
+        if key in found
+    }
     return _Parsed(
         inputs=tuple(tuple(letter.rstrip("?") for letter in letters) for letters in operands),
         optional=optional,
@@ -127,7 +143,9 @@ def _parse(text: str) -> _Parsed:
     )
 
 
-def _from_text(text: str, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]) -> OpRule | None:
+def _from_text(
+    text: str, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]
+) -> OpRule | None:
     parsed = _parse(text)
     operands = list(parsed.inputs)
     while len(operands) > len(inputs) and len(operands) - 1 in parsed.optional:
@@ -135,7 +153,9 @@ def _from_text(text: str, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorM
     if len(operands) != len(inputs) or len(outputs) > len(parsed.outputs):
         return None
     named = [_expand(letters, meta) for letters, meta in zip(operands, inputs)]
-    results = [_expand(letters, meta) if meta else () for letters, meta in zip(parsed.outputs, outputs)]
+    results = [
+        _expand(letters, meta) if meta else () for letters, meta in zip(parsed.outputs, outputs)
+    ]
     if any(dims is None for dims in (*named, *results)):
         return None
     return OpRule(

@@ -56,7 +56,9 @@ class Strategy:
         return " ".join(map(str, self.choices))
 
 
-def axis_choices(rule: OpRule, blocks: Mapping[str, tuple[int, ...]], *, sums: bool, grads: bool) -> tuple[Choice, ...]:
+def axis_choices(
+    rule: OpRule, blocks: Mapping[str, tuple[int, ...]], *, sums: bool, grads: bool
+) -> tuple[Choice, ...]:
     """All choices one axis has, sizes not yet considered.
 
     Args:
@@ -67,7 +69,8 @@ def axis_choices(rule: OpRule, blocks: Mapping[str, tuple[int, ...]], *, sums: b
     """
     found = [NONE]
     for letter in rule.letters:
-        found += [Choice("factor", letter, b) for b in (1, *blocks.get(letter, ()))]
+        counts = (1,) if letter in rule.contiguous else (1, *blocks.get(letter, ()))
+        found += [Choice("factor", letter, b) for b in counts]
     if sums:
         found += [Choice("sum", slots=slots) for slots in rule.linear]
     if grads:
@@ -75,7 +78,13 @@ def axis_choices(rule: OpRule, blocks: Mapping[str, tuple[int, ...]], *, sums: b
     return tuple(found)
 
 
-def enumerate_strategies(op: Op, rule: OpRule, graph: Graph, axis_sizes: tuple[int, ...], choices: tuple[tuple[Choice, ...], ...]) -> tuple[Strategy, ...]:
+def enumerate_strategies(
+    op: Op,
+    rule: OpRule,
+    graph: Graph,
+    axis_sizes: tuple[int, ...],
+    choices: tuple[tuple[Choice, ...], ...],
+) -> tuple[Strategy, ...]:
     """The distinct strategies of `op` over all combinations of its axes' choices, those whose sizes divide.
 
     Args:
@@ -93,7 +102,9 @@ def enumerate_strategies(op: Op, rule: OpRule, graph: Graph, axis_sizes: tuple[i
     return tuple(distinct.values())
 
 
-def make_strategy(rule: OpRule, grads: tuple[bool, ...], axis_sizes: tuple[int, ...], choices: tuple[Choice, ...]) -> Strategy | None:
+def make_strategy(
+    rule: OpRule, grads: tuple[bool, ...], axis_sizes: tuple[int, ...], choices: tuple[Choice, ...]
+) -> Strategy | None:
     """The strategy that these choices give, or None when a size does not divide.
 
     Args:
@@ -121,10 +132,15 @@ def make_strategy(rule: OpRule, grads: tuple[bool, ...], axis_sizes: tuple[int, 
 
 
 def _divides(rule: OpRule, choice: Choice, size: int, shrunk: Mapping[str, int]) -> bool:
-    return all((full // shrunk.get(choice.letter, 1)) % (choice.blocks * size) == 0 for *_, full in rule.places[choice.letter])
+    return all(
+        (full // shrunk.get(choice.letter, 1)) % (choice.blocks * size) == 0
+        for *_, full in rule.places[choice.letter]
+    )
 
 
-def _place_factor(rule: OpRule, choice: Choice, shrunk: Mapping[str, int]) -> list[tuple[Placement, Placement]]:
+def _place_factor(
+    rule: OpRule, choice: Choice, shrunk: Mapping[str, int]
+) -> list[tuple[Placement, Placement]]:
     num_inputs = len(rule.inputs)
     tensors = (*rule.inputs, *rule.outputs)
     where = {tensor: (dim, atom) for tensor, dim, atom, _, _ in rule.places[choice.letter]}
@@ -167,7 +183,9 @@ def without_gradient(value: ShardingSpec) -> ShardingSpec:
     return ShardingSpec(tuple(R if isinstance(p, Partial | Replicate) else p for p in value))
 
 
-def block_options(graph: Graph, rules: Mapping[str, OpRule]) -> dict[str, dict[str, tuple[int, ...]]]:
+def block_options(
+    graph: Graph, rules: Mapping[str, OpRule]
+) -> dict[str, dict[str, tuple[int, ...]]]:
     """op name -> letter -> numbers of blocks, besides 1, in which a neighbour may have split it.
 
     A split behind other factors of a dim (the sequence in a flattened batch x sequence; each third of a packed projection)
@@ -184,11 +202,16 @@ def block_options(graph: Graph, rules: Mapping[str, OpRule]) -> dict[str, dict[s
     result: dict[str, dict[str, tuple[int, ...]]] = {}
     for op in graph.ops:
         rule = rules[op.name]
-        result[op.name] = {letter: tuple(sorted(_relative(op, rule, letter, known) - {1})) for letter in rule.letters}
+        result[op.name] = {
+            letter: tuple(sorted(_relative(op, rule, letter, known) - {1}))
+            for letter in rule.letters
+        }
     return result
 
 
-def _relative(op: Op, rule: OpRule, letter: str, known: Mapping[tuple[str, int], set[int]]) -> set[int]:
+def _relative(
+    op: Op, rule: OpRule, letter: str, known: Mapping[tuple[str, int], set[int]]
+) -> set[int]:
     """Blocks inside the letter itself, over all places where it stands."""
     names = (*op.inputs, *op.outputs)
     found = {1}
@@ -203,7 +226,7 @@ def _spread(op: Op, rule: OpRule, known: dict[tuple[str, int], set[int]]) -> boo
     names = (*op.inputs, *op.outputs)
     changed = False
     for letter in rule.letters:
-        inside = _relative(op, rule, letter, known)
+        inside = {1} if letter in rule.contiguous else _relative(op, rule, letter, known)
         for tensor, dim, _, left, _ in rule.places[letter]:
             if not names[tensor]:
                 continue
@@ -213,7 +236,6 @@ def _spread(op: Op, rule: OpRule, known: dict[tuple[str, int], set[int]]) -> boo
                 options.add(blocks)
                 changed = True
     return changed
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +255,11 @@ class ParameterStrategy:
 
 
 def parameter_strategies(
-    shape: tuple[int, ...], trainable: bool, wanted: tuple[Layout, ...], axis_sizes: tuple[int, ...], zero_levels: tuple[int, ...]
+    shape: tuple[int, ...],
+    trainable: bool,
+    wanted: tuple[Layout, ...],
+    axis_sizes: tuple[int, ...],
+    zero_levels: tuple[int, ...],
 ) -> tuple[ParameterStrategy, ...]:
     """The distinct ways to store a parameter whose users want these layouts.
 
@@ -248,7 +274,9 @@ def parameter_strategies(
     for used in dict.fromkeys(wanted):
         plain = _storable(used.value, shape, axis_sizes)
         split = _split_over_data_parallel(plain, used.value, shape, axis_sizes)
-        frozen = not trainable and 3 not in zero_levels  # ZeRO-1 and 2 split optimizer states, of which it has none
+        frozen = (
+            not trainable and 3 not in zero_levels
+        )  # ZeRO-1 and 2 split optimizer states, of which it has none
         if split is None or 0 in zero_levels or frozen:
             found[ParameterStrategy(used, plain, 0)] = None
         if split is None:
@@ -261,7 +289,9 @@ def parameter_strategies(
     return tuple(found)
 
 
-def _storable(used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> ShardingSpec:
+def _storable(
+    used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]
+) -> ShardingSpec:
     """The plain split nearest to a used value's spec: DTensors and checkpoints know no blocks."""
     spec = ShardingSpec(tuple(Shard(p.dim) if isinstance(p, Shard) else R for p in used))
     try:
@@ -271,7 +301,9 @@ def _storable(used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int,
     return spec
 
 
-def _split_over_data_parallel(plain: ShardingSpec, used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> ShardingSpec | None:
+def _split_over_data_parallel(
+    plain: ShardingSpec, used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]
+) -> ShardingSpec | None:
     """`plain` with the first axis splitting the longest free dim; None when it splits already or nothing divides."""
     if axis_sizes[0] == 1 or not isinstance(used[0], Replicate):
         return None

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning a case and running it: the cluster of the public cases, plans by pins, and one job for the ranks of a pool.
+"""Planning a case and running it: the cluster of the public cases, plans by pins, and one job for
+the ranks of a pool.
 
-`train` trains a case under a plan beside the unmodified model on the same rank and gives the relative errors of loss, outputs,
+`train` trains a case under a plan beside the unmodified model on the same rank and gives the
+relative errors of loss, outputs,
 gradients and parameters. Nothing here knows a particular case.
 """
 
@@ -9,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import pool
 import torch
-from cases.models import Inputs, Loss, build, tensors_of
+from cases.catalog import Inputs, Loss, build, tensors_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +39,8 @@ def plain_cluster(
     flop_per_s: float = FLOP_PER_S,
     rank_hosts: tuple[int, ...] | None = None,
 ) -> Cluster:
-    """The cases' cluster: 10 TFLOP/s a device, unlimited memory bandwidth, no launch cost, 10 us a message."""
+    """The cases' cluster: 10 TFLOP/s a device, unlimited memory bandwidth, no launch cost, 10 us a
+    message."""
     device = DeviceSpec(
         name="plain",
         memory_bytes=int(memory_bytes),
@@ -65,12 +70,19 @@ def plan_case(name: str, num_devices: int, **pins: object) -> Plan:
     )
 
 
+def run(world: int, function: Callable[..., Any], *args: object) -> list[Any]:
+    """`function(rank, *args)` on reused processes, results in rank order: `pool.run` for callers
+    that know the results."""
+    return pool.run(world, function, *args)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One rank's run beside one device.
 
     Attributes:
-        loss, outputs, parameters: Largest relative errors: over steps, over output tensors, over parameters after all steps.
+        loss, outputs, parameters: Largest relative errors: over steps, over output tensors, over
+        parameters after all steps.
         gradients: Relative error per parameter this rank holds, after the first step.
         values: Parameter name -> digest of its whole value after all steps, bit for bit.
         keys: Names in this rank's state dict.
@@ -100,7 +112,9 @@ def error(ours: Tensor | None, theirs: Tensor | None) -> float:
     return float((ours - theirs).detach().norm() / theirs.detach().norm().clamp_min(1e-12))
 
 
-def reference(model: nn.Module, inputs: Inputs, loss_fn: Loss | None) -> tuple[list[Tensor], Tensor]:
+def reference(
+    model: nn.Module, inputs: Inputs, loss_fn: Loss | None
+) -> tuple[list[Tensor], Tensor]:
     """(output tensors, loss) on one device."""
     result = model(**inputs)
     loss = result.loss if loss_fn is None else loss_fn(result, inputs)

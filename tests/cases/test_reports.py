@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single public reports, one or two tests each, named by their row: R05, R16-R18, R32, R37-R39, R45-R50, R53-R55, R64, R65, R67,
-R83-R85."""
+"""Single public reports, one or two tests each, named by their row: R05, R16-R18, R32, R37-R39,
+R45-R50, R53-R55R64, R65, R67."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as checkpoint
-from cases.models import Counting, EncoderDecoder, WeightAndBias, build, linears, mean_square
-from cases.running import TOLERANCE, digest, error, plain_cluster, plan_case, train, whole
-from pool import run
+from cases.catalog import build
+from cases.models import WeightAndBias, linears, mean_square
+from cases.report_models import Counting, EncoderDecoder
+from cases.running import TOLERANCE, digest, error, plain_cluster, plan_case, run, train, whole
 from random_plans import random_plan
 from torch import Tensor, nn
 
@@ -42,7 +41,7 @@ ATTENTION = {
 def _equal(plan: Plan, name: str, steps: int = 2) -> None:
     world = plan.layout.dp * plan.layout.tp * plan.layout.pp
     outcomes = run(world, train, plan.to_json(), name, steps)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
 
 
 # ---- memory and sizes ----------------------------------------------------------------------------
@@ -51,9 +50,7 @@ def _equal(plan: Plan, name: str, steps: int = 2) -> None:
 def test_r05_several_tied_tensors_are_counted_once() -> None:
     """Two Linear(3, 3) with one weight and one bias: 12 parameters, 48 bytes in float32."""
     model = WeightAndBias()
-    plan = autoplan.optimize(
-        model, plain_cluster(1), {"x": torch.randn(4, 3)}, loss_fn=mean_square
-    )
+    plan = autoplan.optimize(model, plain_cluster(1), {"x": torch.randn(4, 3)}, loss_fn=mean_square)
     assert plan.model.num_parameters == 12
     assert set(plan.shared) == {("a.weight", "b.weight"), ("a.bias", "b.bias")}
     assert plan.stages[0].estimate.memory.parameters == 48
@@ -67,7 +64,9 @@ def test_r05_several_tied_tensors_on_two_stages_equal_one_device() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("pins", [DP, {**TP, "placements": {"fc.weight": "RS(0)"}}], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    "pins", [DP, {**TP, "placements": {"fc.weight": "RS(0)"}}], ids=["dp", "tp"]
+)
 def test_r16_flattened_tensor_equals_one_device(pins: dict[str, object]) -> None:
     _equal(plan_case("flattened", 2, **pins), "flattened")
 
@@ -151,7 +150,8 @@ def mixed(rank: int, text: str) -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.distributed
 def test_r38_mixed_precision_crosses_stages_in_the_dtype_of_one_device() -> None:
-    """Boundaries are bfloat16, gradients float32; loss and gradients are one device's, bit for bit."""
+    """Boundaries are bfloat16, gradients float32; loss and gradients are one device's, bit for
+    bit."""
     found = []
     for num_devices in (1, 2):
         plan = autoplan.optimize(
@@ -164,12 +164,16 @@ def test_r38_mixed_precision_crosses_stages_in_the_dtype_of_one_device() -> None
         )
         assert {t.dtype for s in plan.stages for t in s.receives} <= {"bfloat16"}
         assert {p.dtype for p in plan.parameters.values()} == {"float32"}
-        found.append(run(2, mixed, plan.to_json()) if num_devices == 2 else [mixed(0, plan.to_json())])
-    (expected, gradients), stages = found[0][0], found[1]  # type: ignore[misc]
-    for loss, mine in stages:  # type: ignore[misc]
+        found.append(
+            run(2, mixed, plan.to_json()) if num_devices == 2 else [mixed(0, plan.to_json())]
+        )
+    (expected, gradients), stages = found[0][0], found[1]
+    for loss, mine in stages:
         assert loss == expected
-        assert all(g.dtype == torch.float32 and torch.equal(g, gradients[n]) for n, g in mine.items())
-    assert {n for _, mine in stages for n in mine} == set(gradients)  # type: ignore[misc]
+        assert all(
+            g.dtype == torch.float32 and torch.equal(g, gradients[n]) for n, g in mine.items()
+        )
+    assert {n for _, mine in stages for n in mine} == set(gradients)
 
 
 def test_r39_batch_norm_with_microbatches_is_refused_by_name() -> None:
@@ -198,12 +202,13 @@ def statistics(rank: int, text: str, name: str, steps: int) -> dict[str, float]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("pins", [DP, PP], ids=["dp", "pp"])
 def test_r39_running_statistics_are_those_of_the_whole_batch(pins: dict[str, object]) -> None:
-    """Split over replicas they are one device's: three updates in three steps, not one a microbatch."""
+    """Split over replicas they are one device's: three updates in three steps, not one a
+    microbatch."""
     plan = plan_case("conv", 2, **pins)
     found = run(2, statistics, plan.to_json(), "conv", 3)
-    names = {n for errors in found for n in errors}  # type: ignore[attr-defined]
+    names = {n for errors in found for n in errors}
     assert len(names) == 8 * 3
-    assert max(e for errors in found for e in errors.values()) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(e for errors in found for e in errors.values()) < TOLERANCE
 
 
 @pytest.mark.distributed
@@ -235,13 +240,14 @@ def test_r46_residual_convolutions_equal_one_device(pins: dict[str, object]) -> 
 
 @pytest.mark.distributed
 def test_r47_r54_parallel_residual_with_head_norms_equals_one_device() -> None:
-    """Both row-split products are found; norms shared by all heads have whole gradients; three AdamW steps."""
+    """Both row-split products are found; norms shared by all heads have whole gradients; three
+    AdamW steps."""
     plan = plan_case("parallel_residual", 2, **TP, placements=ATTENTION)
     norms = [plan.parameters[n] for n in ("q_norm.weight", "k_norm.weight")]
     assert {p.spec for p in norms} == {"RR"}
     outcomes = run(2, train, plan.to_json(), "parallel_residual", 3)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
-    assert outcomes[0].values == outcomes[1].values  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
+    assert outcomes[0].values == outcomes[1].values
 
 
 @pytest.mark.distributed
@@ -299,7 +305,7 @@ def test_r50_loose_tensors_train_and_are_saved(pins: dict[str, object]) -> None:
     plan = plan_case("loose", 2, **pins)
     _equal(plan, "loose")
     saved = run(2, full_state, plan.to_json(), "loose")[0]
-    assert set(saved) == set(build("loose")[0].state_dict())  # type: ignore[call-overload]
+    assert set(saved) == set(build("loose")[0].state_dict())
 
 
 def full_state(rank: int, text: str, name: str) -> dict[str, str]:
@@ -328,8 +334,8 @@ def test_r53_norm_in_a_region_split_along_the_sequence_has_whole_gradients() -> 
     plan = next(plan for plan in map(split_norms, range(400)) if plan is not None)
     assert len(norms) == 2
     outcomes = run(2, train, plan.to_json(), "parallel_residual", 2)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
-    assert outcomes[0].values == outcomes[1].values  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
+    assert outcomes[0].values == outcomes[1].values
 
 
 def greedy(rank: int, text: str) -> list[list[int]]:
@@ -383,7 +389,8 @@ def _deep(depth: int) -> Plan:
 
 
 def test_r64_depth_changes_no_choice() -> None:
-    """12 and 96 equal blocks: every block has the choices of its twin, and the program has no more of them."""
+    """12 and 96 equal blocks: every block has the choices of its twin, and the program has no more
+    of them."""
 
     def of_block(plan: Plan, block: int) -> list[str]:
         return [plan.parameters[f"{block}.{n}"].used for n in ("0.weight", "0.bias", "2.weight")]
@@ -416,115 +423,6 @@ def test_r67_tensor_parallel_groups_are_the_fast_pairs() -> None:
     assert [set(s.ranks) for s in plan.stages] == [{0, 2}, {1, 3}]
 
 
-# ---- checkpoints, frozen parts, parts left alone -------------------------------------------------
-
-
-def save_after_a_step(rank: int, text: str, name: str, folder: str) -> dict[str, str]:
-    """One step, a distributed checkpoint, digests of the whole state."""
-    model, inputs, loss_fn = build(name)
-    parallel = autoplan.parallelize(model, Plan.from_json(text), loss_fn=loss_fn)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    parallel.forward_backward(**inputs)
-    optimizer.step()
-    checkpoint.save(parallel.state_dict(), checkpoint_id=folder)
-    return {n: digest(v) for n, v in parallel.full_state_dict().items()}
-
-
-def load_elsewhere(rank: int, text: str, name: str, folder: str) -> dict[str, str]:
-    """The checkpoint in another layout, into a model that has no weights."""
-    with torch.device("meta"):
-        model, _, loss_fn = build(name)
-    parallel = autoplan.parallelize(model, Plan.from_json(text), loss_fn=loss_fn)
-    state = parallel.state_dict()
-    checkpoint.load(state, checkpoint_id=folder)
-    parallel.load_state_dict(state)
-    return {n: digest(v) for n, v in parallel.full_state_dict().items()}
-
-
-@pytest.mark.distributed
-def test_r83_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
-    """Saved under tp=2, read under pp=2 by processes that hold their own stage alone, and on one device."""
-    name, folder = "parallel_residual", str(tmp_path / "checkpoint")
-    split = plan_case(name, 2, **TP, placements=ATTENTION)
-    saved = run(2, save_after_a_step, split.to_json(), name, folder)[0]
-    piped = plan_case(name, 2, **PP)
-    assert run(2, load_elsewhere, piped.to_json(), name, folder) == [saved, saved]
-    fresh = build(name, seed=1)[0]
-    state = fresh.state_dict()
-    with pytest.warns(UserWarning, match="single process"):  # torch says so; it is what is meant
-        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
-    assert {n: digest(v) for n, v in state.items()} == saved
-
-
-def held_elements(rank: int, text: str, name: str) -> tuple[int, bool]:
-    """Elements this process holds after loading from rank 0 alone, and whether the values are right."""
-    with torch.device("meta"):
-        empty, _, loss_fn = build(name)
-    real, inputs, _ = build(name)
-    parallel = autoplan.parallelize(empty, Plan.from_json(text), loss_fn=loss_fn)
-    parallel.load_full_state_dict(real.state_dict() if rank == 0 else None, from_rank0=True)
-    right = error(parallel(**inputs), real(**inputs)) < TOLERANCE  # type: ignore[arg-type]
-    held = [p.to_local() if hasattr(p, "to_local") else p for p in parallel.parameters()]
-    return sum(t.numel() for t in held), right
-
-
-@pytest.mark.distributed
-def test_r83_weights_of_rank_0_reach_all_without_whole_copies() -> None:
-    name = "parallel_residual"
-    plan = plan_case(name, 2, **PP)
-    total = plan.model.num_parameters
-    found = run(2, held_elements, plan.to_json(), name)
-    assert all(right for _, right in found)  # type: ignore[misc]
-    assert sum(n for n, _ in found) == total  # type: ignore[misc]
-    assert max(n for n, _ in found) < total  # type: ignore[misc]
-
-
-def trainable(rank: int, text: str) -> dict[str, bool]:
-    """requires_grad by name."""
-    model, _, loss_fn = build("adapted")
-    parallel = autoplan.parallelize(model, Plan.from_json(text), loss_fn=loss_fn)
-    return {n: p.requires_grad for n, p in parallel.named_parameters()}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "pins", [PP, {**DP, "zero": 3}, {**DP, "zero": 1}, TP], ids=["pp", "zero-3", "zero-1", "tp"]
-)
-def test_r84_frozen_parameters_stay_frozen_and_have_no_states(pins: dict[str, object]) -> None:
-    model = build("adapted")[0]
-    plan = plan_case("adapted", 2, **pins)
-    named = dict(model.named_parameters())
-    assert {n: p.trainable for n, p in plan.parameters.items()} == {
-        n: p.requires_grad for n, p in named.items()
-    }
-    for found in run(2, trainable, plan.to_json()):
-        assert all(named[n].requires_grad == grad for n, grad in found.items())  # type: ignore[attr-defined]
-    _equal(plan, "adapted")
-
-
-def test_r84_optimizer_bytes_are_of_trainable_parameters_alone() -> None:
-    model = build("adapted")[0]
-    memory = plan_case("adapted", 1).stages[0].estimate.memory
-    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert elements == 4 * 32
-    assert memory.gradients == 8 * elements
-    assert memory.optimizer_state == 16 * elements
-    assert memory.parameters == 8 * sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.distributed
-def test_r85_part_of_a_model_is_left_whole() -> None:
-    """Pins by pattern: attention split, the rest replicated."""
-    rest = dict.fromkeys(("up.*", "down.*", "norm?.*"), "RR")
-    chosen = {k: v for k, v in ATTENTION.items() if k[0] in "qkvo"}
-    plan = plan_case("parallel_residual", 2, **TP, placements={**chosen, **rest})
-    for name, parameter in plan.parameters.items():
-        if name.startswith(("up", "down", "norm")):
-            assert parameter.spec == "RR"
-    assert plan.parameters["o.weight"].spec == "RS(1)"
-    _equal(plan, "parallel_residual")
-
-
 def test_pins_of_one_of_several_equal_blocks_hold_for_it_alone() -> None:
     """Equal blocks are solved once; a pin on one of them makes it another one."""
     model = nn.Sequential(
@@ -540,5 +438,3 @@ def test_pins_of_one_of_several_equal_blocks_hold_for_it_alone() -> None:
     used = {n: plan.parameters[f"{n}.0.weight"].used.partition("~")[0] for n in range(4)}
     assert used[2] == "RR"
     assert all(used[n].startswith("RS(") for n in (0, 1, 3))
-
-

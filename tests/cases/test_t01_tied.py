@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T01: an embedding and a head that are one tensor, on different pipeline stages and under tensor parallelism."""
+"""T01: an embedding and a head that are one tensor, on different pipeline stages and under tensor
+parallelism."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from functools import lru_cache
 
 import pytest
 import torch
-from cases.models import Tied, TwoUses, build
-from cases.running import TOLERANCE, plain_cluster, plan_case, train
-from pool import run
+from cases.catalog import build
+from cases.models import Tied, TwoUses
+from cases.running import TOLERANCE, plain_cluster, plan_case, run, train
 
 import autoplan
 from autoplan.plan import Plan
@@ -42,7 +43,8 @@ def whole_state(rank: int, text: str) -> dict[str, torch.Tensor]:
 
 
 def head_of_embedding_checkpoint(rank: int, text: str) -> float:
-    """Loads a checkpoint that has the table under one name only; how far the output then is from the reference."""
+    """Loads a checkpoint that has the table under one name only; how far the output then is from
+    the reference."""
     model, inputs, loss_fn = build("tied", seed=0)
     other, _, _ = build("tied", seed=1)
     saved = {k: v for k, v in other.state_dict().items() if k != "head.weight"}
@@ -98,10 +100,10 @@ def test_contradicting_pins_of_one_tensor_are_refused() -> None:
 @pytest.mark.parametrize("make", [pipelined, split], ids=["pp", "tp"])
 def test_three_adamw_steps_equal_one_device(make) -> None:  # type: ignore[no-untyped-def]  # a cached function
     outcomes = run(2, train, make().to_json(), "tied", 3)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
-    assert all("emb.weight" in o.gradients for o in outcomes)  # type: ignore[attr-defined]
-    assert all(set(GROUP) <= set(o.keys) for o in outcomes)  # type: ignore[attr-defined]
-    copies = {o.values["emb.weight"] for o in outcomes}  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
+    assert all("emb.weight" in o.gradients for o in outcomes)
+    assert all(set(GROUP) <= set(o.keys) for o in outcomes)
+    copies = {o.values["emb.weight"] for o in outcomes}
     assert len(copies) == 1, "both copies are equal, bit for bit"
 
 
@@ -114,15 +116,15 @@ def test_one_process_equals_one_device() -> None:
 def test_gathered_state_loads_into_the_original_class(make) -> None:  # type: ignore[no-untyped-def]  # a cached function
     for state in run(2, whole_state, make().to_json()):
         fresh = Tied().to(torch.float64)
-        assert set(state) == set(fresh.state_dict())  # type: ignore[call-overload]
-        fresh.load_state_dict(state, strict=True)  # type: ignore[arg-type]
+        assert set(state) == set(fresh.state_dict())
+        fresh.load_state_dict(state, strict=True)
         assert fresh.head.weight is fresh.emb.weight
-        assert torch.equal(fresh.head.weight, state["emb.weight"])  # type: ignore[index]
+        assert torch.equal(fresh.head.weight, state["emb.weight"])
 
 
 @pytest.mark.distributed
 def test_checkpoint_with_the_table_under_one_name_reaches_the_head() -> None:
-    assert max(run(2, head_of_embedding_checkpoint, pipelined().to_json())) == 0.0  # type: ignore[type-var]
+    assert max(run(2, head_of_embedding_checkpoint, pipelined().to_json())) == 0.0
 
 
 @pytest.mark.distributed
@@ -131,7 +133,7 @@ def test_module_used_on_two_stages_is_shared_and_its_gradients_add_up() -> None:
     plan = plan_case("two_uses", 2, pp=2, tp=1, dp=1, num_microbatches=2)
     assert plan.parameters["norm.weight"].stages == (0, 1)
     assert plan.model.num_parameters == sum(p.numel() for p in TwoUses().parameters())
-    assert max(o.worst for o in run(2, train, plan.to_json(), "two_uses", 3)) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in run(2, train, plan.to_json(), "two_uses", 3)) < TOLERANCE
 
 
 def test_tied_table_that_does_not_fit_twice_is_refused_on_small_devices() -> None:

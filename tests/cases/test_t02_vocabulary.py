@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T02: a vocabulary of 50257, which no tensor parallel degree divides: refused when pinned, whole otherwise, always exact."""
+"""T02: a vocabulary of 50257, which no tensor parallel degree divides: refused when pinned, whole
+otherwise, always exact."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from functools import lru_cache
 
 import pytest
 import torch
-import torch.distributed.checkpoint as checkpoint
-from cases.models import Vocabulary, build
-from cases.running import TOLERANCE, digest, error, plain_cluster, plan_case, train
-from pool import run
+from cases.catalog import build
+from cases.models import Vocabulary
+from cases.running import TOLERANCE, digest, error, plain_cluster, plan_case, run, train
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import autoplan
 from autoplan.plan import Plan
@@ -23,9 +24,7 @@ WIDTH = {"emb.weight": "RS(1)", "head.weight": "RS(1)"}
 @lru_cache
 def planned(degree: int, split: bool) -> Plan:
     """Over `degree` ranks; the tables whole, or split along the width of 16."""
-    return plan_case(
-        "vocabulary", degree, tp=degree, dp=1, pp=1, placements=WIDTH if split else {}
-    )
+    return plan_case("vocabulary", degree, tp=degree, dp=1, pp=1, placements=WIDTH if split else {})
 
 
 def shapes(rank: int, text: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -45,7 +44,7 @@ def save(rank: int, text: str, folder: str) -> dict[str, str]:
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
     parallel.forward_backward(**inputs)
     optimizer.step()
-    checkpoint.save(parallel.state_dict(), checkpoint_id=folder)
+    state_dict_saver.save(parallel.state_dict(), checkpoint_id=folder)
     return {n: digest(v) for n, v in parallel.full_state_dict().items()}
 
 
@@ -54,7 +53,7 @@ def load(rank: int, text: str, folder: str) -> dict[str, str]:
     model, _, loss_fn = build("vocabulary", seed=1)
     parallel = autoplan.parallelize(model, Plan.from_json(text), loss_fn=loss_fn)
     state = parallel.state_dict()
-    checkpoint.load(state, checkpoint_id=folder)
+    state_dict_loader.load(state, checkpoint_id=folder)
     parallel.load_state_dict(state)
     return {n: digest(v) for n, v in parallel.full_state_dict().items()}
 
@@ -68,7 +67,7 @@ def test_parameters_are_counted() -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "width"])
 def test_nothing_is_padded(degree: int, split: bool) -> None:
     """Outputs, gradients' and states' shapes are the model's own, never 50258, 50260 or 50304."""
-    for output, table, head in run(degree, shapes, planned(degree, split).to_json()):  # type: ignore[misc]
+    for output, table, head in run(degree, shapes, planned(degree, split).to_json()):
         assert output == (2, 4, 50257)
         assert table == head == (50257, 16)
 
@@ -78,20 +77,23 @@ def test_nothing_is_padded(degree: int, split: bool) -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "width"])
 def test_five_sgd_steps_equal_one_device(degree: int, split: bool) -> None:
     outcomes = run(degree, train, planned(degree, split).to_json(), "vocabulary", 5, "sgd")
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("degree", [2, 4])
 def test_confident_logits_show_no_padding(degree: int) -> None:
-    """+6 at the label and -6 elsewhere give log(1 + 50256 exp(-12)) = 0.2691 (0.354 with 47 pad columns of 0)."""
+    """+6 at the label and -6 elsewhere give log(1 + 50256 exp(-12)) = 0.2691 (0.354 with 47 pad
+    columns of 0)."""
     expected = math.log1p(50256 * math.exp(-12.0))
     model, inputs, loss_fn = build("confident")
     assert loss_fn is not None
-    assert error(loss_fn(model(**inputs), inputs), torch.tensor(expected, dtype=torch.float64)) < 1e-9
+    assert (
+        error(loss_fn(model(**inputs), inputs), torch.tensor(expected, dtype=torch.float64)) < 1e-9
+    )
     plan = plan_case("confident", degree, tp=degree, dp=1, pp=1, placements=WIDTH)
     outcomes = run(degree, train, plan.to_json(), "confident", 1, "sgd")
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
 
 
 @pytest.mark.distributed
@@ -103,7 +105,7 @@ def test_checkpoint_of_four_ranks_loads_on_two_and_on_one(tmp_path) -> None:  # 
     fresh = Vocabulary().to(torch.float64)
     state = fresh.state_dict()
     with pytest.warns(UserWarning, match="single process"):  # torch says so; it is what is meant
-        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+        state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
     assert {n: digest(v) for n, v in state.items()} == saved
 
 
@@ -118,7 +120,9 @@ def test_pinned_split_of_the_vocabulary_is_refused(name: str, degree: int) -> No
 
 
 def test_pin_that_names_nothing_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(autoplan.InfeasibleError, match=r"'head.weigth'.*did you mean 'head.weight'"):
+    with pytest.raises(
+        autoplan.InfeasibleError, match=r"'head.weigth'.*did you mean 'head.weight'"
+    ):
         plan_case("vocabulary", 2, tp=2, placements={"head.weigth": "RR"})
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T03: two key-value heads under tensor parallel degrees of 2, 4 and 8: exact, and never a fraction of a head."""
+"""T03: two key-value heads under tensor parallel degrees of 2, 4 and 8: exact, and never a
+fraction of a head."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import math
 
 import pytest
 import torch
-from cases.models import GroupedQuery, build
-from cases.running import TOLERANCE, plain_cluster, plan_case, train
-from pool import run
+from cases.catalog import build
+from cases.models import GroupedQuery
+from cases.running import TOLERANCE, plain_cluster, plan_case, run, train
 
 import autoplan
 from autoplan.placements import Shard, parse_layout, parse_spec
@@ -45,15 +46,16 @@ def test_output_and_gradients_equal_one_device(degree: int, placements: dict[str
     """The gradients of k and v, summed over the query heads that share them, included."""
     plan = _forced(degree, placements)
     outcomes = run(degree, train, plan.to_json(), "grouped_query", 2)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
     for outcome in outcomes:
-        assert {"q.weight", "k.weight", "v.weight", "o.weight"} <= set(outcome.gradients)  # type: ignore[attr-defined]
+        assert {"q.weight", "k.weight", "v.weight", "o.weight"} <= set(outcome.gradients)
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 @pytest.mark.parametrize("placements", [COLUMNS, REPLICATED], ids=["columns", "replicated"])
 def test_heads_are_never_cut(degree: int, placements: dict[str, str]) -> None:
-    """Every rank sees whole heads of 16, whatever the parameters' storage; queries are split by heads."""
+    """Every rank sees whole heads of 16, whatever the parameters' storage; queries are split by
+    heads."""
     views = dict(_views(_forced(degree, placements)))
     assert all(shape[-1] == 16 and shape[2] >= 1 for shape in views.values())
     assert views["view_1"][2] in (1, 2)
@@ -64,7 +66,8 @@ def test_heads_are_never_cut(degree: int, placements: dict[str, str]) -> None:
 
 
 def test_two_ranks_split_by_heads_alone() -> None:
-    """Four query heads and one key-value head a rank; the only collective is that of the row-split output."""
+    """Four query heads and one key-value head a rank; the only collective is that of the row-split
+    output."""
     plan = _forced(2, COLUMNS)
     assert dict(_views(plan)) == {
         "view": (2, 5, 4, 16),
@@ -102,7 +105,9 @@ def test_searched_plans_use_degrees_that_run(num_devices: int) -> None:
     )
     sizes = (plan.layout.dp, plan.layout.tp)
     for entry in plan.parameters.values():
-        parse_spec(entry.spec).local_shape(entry.shape, sizes)  # raises where a split does not divide
+        parse_spec(entry.spec).local_shape(
+            entry.shape, sizes
+        )  # raises where a split does not divide
     assert 8 % plan.layout.tp == 0
 
 
@@ -120,4 +125,4 @@ def test_searched_plan_with_tensor_parallelism_runs() -> None:
     spec = parse_spec(plan.parameters["q.weight"].used.partition("~")[0])
     assert isinstance(spec[1], Shard)
     outcomes = run(4, train, plan.to_json(), "grouped_query", 1)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE

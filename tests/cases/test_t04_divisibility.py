@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T04: head counts and odd device counts: searched plans always divide and run, refusals name valid values and a way out."""
+"""T04: head counts and odd device counts: searched plans always divide and run, refusals name
+valid values and a way out."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import re
 
 import pytest
 import torch
-from cases.models import Heads, build, mean_square
-from cases.running import TOLERANCE, plain_cluster, train
-from pool import run
+from cases.catalog import build
+from cases.models import Heads, mean_square
+from cases.running import TOLERANCE, plain_cluster, run, train
 
 import autoplan
 from autoplan.plan import Plan
@@ -67,7 +68,7 @@ def test_searched_plans_run(heads: int, num_devices: int) -> None:
     plan = autoplan.optimize(model, cluster, inputs, loss_fn=loss_fn)
     assert plan.search.idle_devices == 0
     outcomes = run(num_devices, train, plan.to_json(), f"heads_{heads}", 1)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def too_big() -> Plan:
 
 @lru_cache
 def two_hosts(rank_hosts: tuple[int, ...] | None) -> Plan:
-    """c and d: 32 GiB over two hosts of four devices of 6 GiB, 200 GB/s inside and 1 GB/s between."""
+    """c and d: 32 GiB over two hosts of four devices of 6 GiB, 200 GB/s inside and 1 GB/s
+    between."""
     cluster = plain_cluster(
         8,
         num_hosts=2,
@@ -73,7 +74,8 @@ def _alternative(plan: Plan, dp: int, tp: int, pp: int) -> Alternative:
 
 
 def test_slow_link_and_big_batch_give_data_parallelism() -> None:
-    """Products 6 * 262144 * 8 * 1024^2 / 2e13 = 0.66 s, one all-reduce of 33.6 MB at 0.25 GB/s = 0.13 s."""
+    """Products 6 * 262144 * 8 * 1024^2 / 2e13 = 0.66 s, one all-reduce of 33.6 MB at 0.25 GB/s =
+    0.13 s."""
     plan = slow_link()
     assert _layout(plan) == (2, 1, 1)
     assert plan.estimate.step_time_s == pytest.approx(0.79, rel=0.10)

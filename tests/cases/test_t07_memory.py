@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T07: bytes of states and activations against closed forms, schedules, budgets and honest refusals.
+"""T07: bytes of states and activations against closed forms, schedules, budgets and honest
+refusals.
 
-Four linears of 1024 x 1024 with ReLU between, float32, AdamW, batch 256: 4,198,400 parameters, 67,174,400 bytes of states,
-4,194,304 bytes of saved activations (four tensors of 256 x 1024: the first linear's input and three ReLU outputs).
+Four linears of 1024 x 1024 with ReLU between, float32, AdamW, batch 256: 4,198,400 parameters,
+67,174,400 bytes of states,
+4,194,304 bytes of saved activations (four tensors of 256 x 1024: the first linear's input and
+three ReLU outputs).
 """
 
 from __future__ import annotations
@@ -81,7 +84,9 @@ def test_activations_follow_the_schedule(schedule: str) -> None:
     """Stage s of p holds min(m, p - s) microbatches of 64 rows under 1F1B, all m under GPipe."""
     plan = pipelined(schedule)
     assert [s.layers for s in plan.stages] == [("0", "1", "2", "3"), ("4", "5", "6")]
-    saved = [2 * 64 * 1024 * 4] * 2  # two tensors a stage and microbatch: an input and a ReLU output
+    saved = [
+        2 * 64 * 1024 * 4
+    ] * 2  # two tensors a stage and microbatch: an input and a ReLU output
     for stage, per_microbatch in zip(plan.stages, saved):
         in_flight = 4 if schedule == "gpipe" else min(4, 2 - stage.index)
         held = stage.estimate.memory.activations
@@ -139,7 +144,9 @@ def test_refusal_states_the_least_need_the_largest_term_and_what_is_enough() -> 
 
 def test_largest_term_of_a_refusal_is_that_of_the_layout_it_names() -> None:
     """Split over two devices the moments are 16.02 MiB on each, not 32.03."""
-    with pytest.raises(autoplan.InfeasibleError, match=r"Largest term: optimizer state 16\.0\d MiB"):
+    with pytest.raises(
+        autoplan.InfeasibleError, match=r"Largest term: optimizer state 16\.0\d MiB"
+    ):
         _optimize(2, 24 * MIB)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T08: tensors that skip stages, integers and booleans across them, outputs from the middle and outputs nobody trains."""
+"""T08: tensors that skip stages, integers and booleans across them, outputs from the middle and
+outputs nobody trains."""
 
 from __future__ import annotations
 
 import pytest
-from cases.running import TOLERANCE, plan_case, train
-from pool import run
+from cases.running import TOLERANCE, plan_case, run, train
 
 import autoplan
 from autoplan.plan import Plan
@@ -33,8 +33,8 @@ def _forced(name: str, microbatches: int, schedule: str) -> Plan:
 def test_outputs_and_all_gradients_equal_one_device(microbatches: int, schedule: str) -> None:
     plan = _forced("skip", microbatches, schedule)
     outcomes = run(4, train, plan.to_json(), "skip", 2)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
-    gradients = [n for o in outcomes for n in o.gradients]  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
+    gradients = [n for o in outcomes for n in o.gradients]
     assert len(gradients) == len(set(gradients)) == 13
 
 
@@ -43,7 +43,7 @@ def test_outputs_and_all_gradients_equal_one_device(microbatches: int, schedule:
 def test_output_without_a_gradient_does_no_harm(microbatches: int, schedule: str) -> None:
     plan = _forced("skip_first", microbatches, schedule)
     outcomes = run(4, train, plan.to_json(), "skip_first", 2)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
 
 
 def test_plan_lists_what_crosses_each_boundary() -> None:
@@ -72,14 +72,15 @@ def test_last_boundary_carries_the_smallest_form() -> None:
 
 @pytest.mark.distributed
 def test_integers_and_booleans_cross_as_they_are() -> None:
-    """Made from a parameter's output, so that they cannot be made again: int64 and bool on every boundary."""
+    """Made from a parameter's output, so that they cannot be made again: int64 and bool on every
+    boundary."""
     plan = _forced("late_class", 4, "1f1b")
     for stage in plan.stages[1:]:
         dtypes = {t.name: (t.dtype, t.size_bytes) for t in stage.receives}
         assert dtypes["argmax"] == ("int64", 2 * 8)
         assert dtypes["lt"] == ("bool", 2 * 16)
     outcomes = run(4, train, plan.to_json(), "late_class", 2)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in outcomes) < TOLERANCE
 
 
 def test_schedule_that_cannot_run_is_refused_and_another_offered() -> None:

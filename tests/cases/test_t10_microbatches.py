@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.models import WithTarget, build, mean_error, small_stack, summed_error
-from cases.running import TOLERANCE, error, plain_cluster, plan_case, train, whole
-from pool import run
+from cases.catalog import build
+from cases.models import WithTarget, mean_error, small_stack, summed_error
+from cases.running import TOLERANCE, error, plain_cluster, plan_case, run, train, whole
 from torch import Tensor
 
 import autoplan
@@ -31,7 +31,8 @@ def _halves() -> list[dict[str, Tensor]]:
 
 
 def accumulate(rank: int, text: str) -> float:
-    """Two calls with a sum-type loss over a common denominator against one call on the joined batch."""
+    """Two calls with a sum-type loss over a common denominator against one call on the joined
+    batch."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = WithTarget(small_stack()).to(torch.float64)
@@ -63,7 +64,7 @@ def test_loss_and_gradients_equal_the_whole_batch(pins: dict[str, object]) -> No
     """Every rank reports the whole batch's loss, not its stage's or a microbatch's."""
     plan = plan_case("microbatches", 2, **pins)
     assert plan.schedule.num_microbatches == pins["num_microbatches"]
-    assert max(o.worst for o in run(2, train, plan.to_json(), "microbatches", 2)) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in run(2, train, plan.to_json(), "microbatches", 2)) < TOLERANCE
 
 
 def test_batch_that_does_not_divide_is_refused_with_the_valid_counts() -> None:
@@ -79,7 +80,8 @@ def test_batch_that_does_not_divide_over_replicas_is_refused() -> None:
 
 
 def test_replicas_hold_disjoint_rows() -> None:
-    """Under dp=2 the first product runs on rows split over dp; with 5 microbatches on one row each."""
+    """Under dp=2 the first product runs on rows split over dp; with 5 microbatches on one row
+    each."""
     plan = plan_case("microbatches", 2, dp=2, tp=1, pp=1, num_microbatches=5)
     first = plan.strategies[plan.op_strategies["linear"]]
     assert first.inputs[0].startswith("S(0)")
@@ -105,7 +107,7 @@ def test_mean_over_labels_that_count_is_exact_over_microbatches(pins: dict[str, 
     assert error(means, right) > 1e-3, "the batch tells them apart"
     count = 4 if pins["dp"] == 1 else 2  # one row at a time in all
     plan = plan_case("ignored", 2, **pins, num_microbatches=count)
-    assert max(o.worst for o in run(2, train, plan.to_json(), "ignored", 2)) < TOLERANCE  # type: ignore[attr-defined]
+    assert max(o.worst for o in run(2, train, plan.to_json(), "ignored", 2)) < TOLERANCE
 
 
 @pytest.mark.distributed
@@ -119,4 +121,4 @@ def test_accumulated_calls_equal_one_call_on_the_joined_batch() -> None:
         loss_fn=summed_error,
         pins=autoplan.Pins(pp=2, num_microbatches=2),
     )
-    assert max(run(2, accumulate, plan.to_json())) < TOLERANCE  # type: ignore[type-var]
+    assert max(run(2, accumulate, plan.to_json())) < TOLERANCE

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T11: dataclass results, keyword switches, buffers of both kinds, in-place ops, train and eval, models on meta."""
+"""T11: dataclass results, keyword switches, buffers of both kinds, in-place ops, train and eval,
+models on meta."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from functools import lru_cache
 
 import pytest
 import torch
-from cases.models import Branching, Inputs, Library, Out, build, tensors_of
-from cases.running import TOLERANCE, error, plain_cluster, plan_case, train, whole
-from pool import run
+from cases.catalog import Inputs, build, tensors_of
+from cases.models import Branching, Library, Out
+from cases.running import TOLERANCE, error, plain_cluster, plan_case, run, train, whole
 from torch import Tensor
 
 import autoplan
@@ -83,7 +84,8 @@ def refusal_of(rank: int, text: str, inputs: dict[str, object]) -> str:
 
 
 def state_and_buffers(rank: int, text: str) -> tuple[list[str], list[str], bool, float]:
-    """(keys here, keys gathered, rope right where it is, output error) with a model planned on meta, weights loaded after."""
+    """(keys here, keys gathered, rope right where it is, output error) with a model planned on
+    meta, weights loaded after."""
     real, inputs, _ = build("library")
     with torch.device("meta"):
         empty = Library().to(torch.float64)
@@ -140,8 +142,8 @@ def original_untouched(rank: int, text: str) -> bool:
 def test_dataclass_result_with_reference_values(layout: str) -> None:
     """In-place relu_ and += do not damage what is sent or saved: gradients too."""
     outcomes = run(2, train, planned(layout).to_json(), "library", 2)
-    assert max(o.worst for o in outcomes) < TOLERANCE  # type: ignore[attr-defined]
-    for ours, theirs, gradient in run(2, results, planned(layout).to_json(), _tokens()):  # type: ignore[misc]
+    assert max(o.worst for o in outcomes) < TOLERANCE
+    for ours, theirs, gradient in run(2, results, planned(layout).to_json(), _tokens()):
         assert type(ours) is Out
         assert ours.past is None
         assert error(ours.logits, theirs.logits) < TOLERANCE
@@ -163,7 +165,7 @@ def test_dataclass_result_with_reference_values(layout: str) -> None:
 def test_keywords_in_the_example_inputs_work(layout: str, extra: dict[str, object]) -> None:
     inputs = {**_tokens(), **extra}
     plan = _plan(layout, inputs)
-    for ours, theirs, gradient in run(2, results, plan.to_json(), inputs):  # type: ignore[misc]
+    for ours, theirs, gradient in run(2, results, plan.to_json(), inputs):
         assert type(ours) is type(theirs)
         assert gradient < TOLERANCE
         for mine, other in zip(tensors_of(ours), tensors_of(theirs), strict=True):
@@ -174,7 +176,7 @@ def test_keywords_in_the_example_inputs_work(layout: str, extra: dict[str, objec
 def test_inference_without_labels_has_no_loss() -> None:
     inputs = {"input_ids": _tokens()["input_ids"]}
     plan = _plan("tp", dict(inputs), mode="infer")
-    for ours, theirs, _ in run(2, _infer, plan.to_json(), inputs):  # type: ignore[misc]
+    for ours, theirs, _ in run(2, _infer, plan.to_json(), inputs):
         assert type(ours) is Out
         assert ours.loss is None
         assert error(ours.logits, theirs.logits) < TOLERANCE
@@ -209,13 +211,14 @@ def test_calls_that_were_never_planned_are_refused(
     inputs = {**_tokens(), **change}
     inputs = {k: v for k, v in inputs.items() if v is not None}
     for message in run(2, refusal_of, planned("pp").to_json(), inputs):
-        assert all(word in message for word in words), message  # type: ignore[operator]
+        assert all(word in message for word in words), message
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_buffers_after_planning_on_meta(layout: str) -> None:
-    """A plan made from a meta copy is the plan of the model; its saved buffer is saved, the other one is right anyway."""
+    """A plan made from a meta copy is the plan of the model; its saved buffer is saved, the other
+    one is right anyway."""
     with torch.device("meta"):
         empty = Library().to(torch.float64)
         shapes = {k: torch.empty_like(v) for k, v in build("library")[1].items()}
@@ -224,7 +227,7 @@ def test_buffers_after_planning_on_meta(layout: str) -> None:
     assert plan == planned(layout)
     assert plan.buffers["scale"].persistent
     assert not plan.buffers["rope"].persistent
-    for here, gathered, right, worst in run(2, state_and_buffers, plan.to_json()):  # type: ignore[misc]
+    for here, gathered, right, worst in run(2, state_and_buffers, plan.to_json()):
         assert set(gathered) == set(Library().state_dict())
         assert "scale" in gathered
         assert "rope" not in here
@@ -235,7 +238,7 @@ def test_buffers_after_planning_on_meta(layout: str) -> None:
 @pytest.mark.distributed
 def test_unsaved_buffer_of_a_meta_model_is_never_left_empty() -> None:
     messages = run(2, missing_buffer, planned("tp").to_json())
-    assert all("rope" in m and "buffers=" in m for m in messages)  # type: ignore[operator]
+    assert all("rope" in m and "buffers=" in m for m in messages)
 
 
 @pytest.mark.distributed
@@ -274,7 +277,7 @@ def test_branch_on_data_is_refused_with_module_and_line() -> None:
 @pytest.mark.distributed
 def test_keywords_may_come_in_any_order() -> None:
     inputs = dict(reversed(_tokens().items()))
-    for ours, theirs, _ in run(2, results, planned("tp").to_json(), inputs):  # type: ignore[misc]
+    for ours, theirs, _ in run(2, results, planned("tp").to_json(), inputs):
         assert error(ours.loss, theirs.loss) < TOLERANCE
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T12: plans of real models as files: the same bytes every time, stale ones refused, degenerate clusters, launches that do not fit.
+"""T12: plans of real models as files: the same bytes every time, stale ones refused, degenerate
+clusters, launches that do not fit.
 
-Strict reading of documents is in tests/test_plan.py, words and exit codes of the command line in tests/test_cli.py.
+Strict reading of documents is in tests/test_plan.py, words and exit codes of the command line in
+tests/test_cli.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases.models import Tied, build, linears, mean_square, small_stack
+from cases.catalog import build
+from cases.models import Tied, linears, mean_square, small_stack
 from cases.running import plain_cluster, plan_case, train
 from torch import nn
 
@@ -34,7 +37,8 @@ MODEL = """
 import torch
 def build():
     with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU(),
+        torch.nn.Linear(1024, 1))
         return model, (torch.empty(8, 1024),), lambda outputs, batch: outputs.square().mean()
 """
 

@@ -14,7 +14,7 @@ import torch
 from rule_check import graph_of, problems_of, values_of
 
 from autoplan.sharding.rules import _POINTWISE, _TABLE
-from autoplan.sharding.shape_rules import RESOLVERS
+from autoplan.sharding.rules import RESOLVERS
 
 aten = torch.ops.aten
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -198,6 +198,11 @@ VIEWS: list[Case] = [
     case(aten.t.default, x(8)),
     case(aten.swapaxes.default, x(8, 4, 2), 0, 1),
     case(aten.unsqueeze.default, x(8, 4), -1),
+    case(aten.tril.default, x(4, 8, 8)),
+    case(aten.triu.default, x(4, 8, 8), 1),
+    case(aten.tile.default, x(8, 4), [3, 1]),
+    case(aten.einsum.default, "bik,bkj->bij", [x(4, 2, 8), x(4, 8, 2)]),
+    case(aten.einsum.default, "bi,bi->b", [x(4, 8), x(4, 8)]),
     case(aten.unsqueeze.default, x(8, 4), 0),
     case(aten.squeeze.default, x(8, 1, 4)),
     case(aten.squeeze.dim, x(8, 1, 4), 1),

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading an op's arguments and metas, as the resolvers of `compute_rules.py` and `view_rules.py` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoplan.graph import Op, Ref, TensorMeta
+from autoplan.sharding.factors import Dims, OpRule, plain
+
+Metas = tuple[TensorMeta, ...]
+Outs = tuple[TensorMeta | None, ...]
+Resolver = Callable[[Op, Metas, Outs], OpRule | None]
+
+
+def as_int(value: object) -> int:
+    assert isinstance(value, int), f"{value!r} is an int in the op's schema"
+    return value
+
+
+def as_ints(value: object) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(as_int(v) for v in value)  # type: ignore[attr-defined]
+
+
+def as_dim(value: object, rank: int) -> int:
+    dim = as_int(value)
+    return dim + rank if dim < 0 else dim
+
+
+def letters_of(prefix: str, rank: int) -> tuple[str, ...]:
+    return tuple(f"{prefix}{i}" for i in range(rank))
+
+
+def frozen(meta: TensorMeta | None) -> Dims:
+    return plain((None,) * len(meta.shape), meta) if meta else ()
+
+
+def slot_of(op: Op, name: str) -> int | None:
+    """The input slot of a tensor argument, or None when it is absent or a number."""
+    given = op.arguments.get(name)
+    return given.index if isinstance(given, Ref) else None
