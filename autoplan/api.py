@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors in Python: `optimize` makes a plan, `parallelize` runs one. Arguments are checked and the rooms called in order."""
+"""The doors in Python: `optimize` makes a plan, `parallelize` runs one. Arguments are checked and
+the rooms called in order.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ class Pins:
     """What the user decides; everything left None is searched.
 
     Attributes:
-        tp, pp, dp: Degrees: ranks that split an activation by anything but the batch, pipeline stages, ranks that split the batch.
+        tp, pp, dp: Degrees: ranks that split an activation by anything but the batch, pipeline
+            stages, ranks that split the batch.
         zero: 0 to 3, for every parameter that can be split so.
         num_microbatches: Equal parts of the global batch, one after the other.
         schedule: "gpipe" or "1f1b".
         recompute: Recompute every repeated block, or none.
         stage_layers: Layers of each stage.
-        placements: Parameter name pattern -> spec over (dp, tp), as {"model.layers.*.up_proj.weight": "RS(0)"}.
+        placements: Parameter name pattern -> spec over (dp, tp), as
+            {"model.layers.*.up_proj.weight": "RS(0)"}.
     """
 
     tp: int | None = None
@@ -87,7 +91,8 @@ def optimize(
         loss_fn: loss_fn(outputs, batch) -> scalar; default: the model's own loss.
         mode: "train", or "infer" for forward only.
         optimizer: Whose state is held: "adamw", "adam", "sgd", "sgd-momentum".
-        precision: None keeps the model's dtypes; "bf16-mixed": parameters, gradients and states float32, cast to bfloat16 for use.
+        precision: None keeps the model's dtypes; "bf16-mixed": parameters, gradients and states
+            float32, cast to bfloat16 for use.
         pins: What is already decided.
         memory_reserve: Share of a device's memory that is left free.
         time_limit_s: For the search.
@@ -113,11 +118,19 @@ def optimize(
     space = Space.of(captured.graph)
     limit = cluster.device.memory_bytes * (1.0 - memory_reserve)
     pinned = _pinned(pins, _placements(captured.graph, pins, cluster.num_devices))
-    search = Search(space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress)
+    search = Search(
+        space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress
+    )
     search.run()
     decision, figures = search.decide()
     figures = replace(figures, alternatives=search.alternatives(top))
-    settings = Settings(mode=mode, optimizer=optimizer, precision=precision, memory_reserve=memory_reserve, pins=pins.to_json())
+    settings = Settings(
+        mode=mode,
+        optimizer=optimizer,
+        precision=precision,
+        memory_reserve=memory_reserve,
+        pins=pins.to_json(),
+    )
     setting = _setting(model, captured, space, cluster, settings, Profiles.of(cluster).digest)
     return assemble(setting, decision, figures)
 
@@ -129,28 +142,36 @@ def parallelize(
     loss_fn: Callable[[object, object], torch.Tensor] | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> ParallelModule:
-    """This rank's part of a planned model; called by every process of a torchrun launch with the same plan file.
+    """This rank's part of a planned model; called by every process of a torchrun launch with the
+    same plan file.
 
     Args:
-        model: The planned model; with real weights each rank takes its shards of them, on meta they are loaded or initialised
-            afterwards.
+        model: The planned model; with real weights each rank takes its shards of them, on meta they
+            are loaded or initialised afterwards.
         plan: The plan.
         loss_fn: The one it was planned with, if any.
         buffers: Values of buffers that a meta model lacks and no checkpoint has.
 
     Raises:
-        PlanError: Another world size, another model, or other inputs than the plan's; before anything is loaded.
+        PlanError: Another world size, another model, or other inputs than the plan's; before
+            anything is loaded.
     """
     from autoplan.capture import capture
     from autoplan.executor.module import ParallelModule, check_world
 
     check_world(plan)
     if type(model).__name__ != plan.model.name:
-        raise PlanError(f"the plan was made for another model: it is a {plan.model.name}, this is a {type(model).__name__}. Plan again, or load the planned model.")
+        raise PlanError(
+            f"the plan was made for another model: it is a {plan.model.name}, this is a {type(model).__name__}. Plan again, or load the planned model."
+        )
     inputs = _example_inputs(model, plan)
-    captured = capture(model, inputs, loss_fn=loss_fn, mode=plan.settings.mode, precision=plan.settings.precision)
+    captured = capture(
+        model, inputs, loss_fn=loss_fn, mode=plan.settings.mode, precision=plan.settings.precision
+    )
     if captured.graph.digest != plan.fingerprint.graph:
-        raise PlanError(f"the plan was made for another model: {_first_difference(plan, captured)}. Plan again, or load the planned model.")
+        raise PlanError(
+            f"the plan was made for another model: {_first_difference(plan, captured)}. Plan again, or load the planned model."
+        )
     return ParallelModule(model, captured, plan, buffers or {})
 
 
@@ -158,9 +179,13 @@ def _check(mode: str, optimizer: str, memory_reserve: float, pins: Pins) -> None
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not known. Use one of {', '.join(MODES)}.")
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer {optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
+        raise ValueError(
+            f"optimizer {optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}."
+        )
     if not 0.0 <= memory_reserve < 1.0:
-        raise ValueError(f"memory_reserve {memory_reserve} is not a share. Give a number from 0 to below 1.")
+        raise ValueError(
+            f"memory_reserve {memory_reserve} is not a share. Give a number from 0 to below 1."
+        )
     for name in ("tp", "pp", "dp", "num_microbatches"):
         value = getattr(pins, name)
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -178,14 +203,18 @@ def _check(mode: str, optimizer: str, memory_reserve: float, pins: Pins) -> None
 
 
 def _placements(graph: Graph, pins: Pins, num_devices: int) -> tuple[tuple[str, str], ...]:
-    """The pinned placements by the graph's own names: a tied parameter has one, whichever of its names was pinned.
+    """The pinned placements by the graph's own names: a tied parameter has one, whichever of its
+    names was pinned.
 
     Raises:
-        InfeasibleError: All that is wrong at once: a pattern names no parameter, names of one parameter are pinned differently,
-            or a dim does not divide by a pinned degree.
+        InfeasibleError: All that is wrong at once: a pattern names no parameter, names of one
+            parameter are pinned differently, or a dim does not divide by a pinned degree.
     """
     names = {n: group[0] for group in graph.shared for n in group}
-    names = {**{v.name: v.name for v in graph.of_kind("parameter")}, **{n: f for n, f in names.items() if graph.values[f].kind == "parameter"}}
+    names = {
+        **{v.name: v.name for v in graph.of_kind("parameter")},
+        **{n: f for n, f in names.items() if graph.values[f].kind == "parameter"},
+    }
     found: dict[str, str] = {}
     aliases: dict[str, str] = {}
     wrong: list[str] = []
@@ -193,22 +222,31 @@ def _placements(graph: Graph, pins: Pins, num_devices: int) -> tuple[tuple[str, 
         matched = [n for n in names if fnmatchcase(n, pattern)]
         if not matched:
             near = get_close_matches(pattern, names, 1)
-            wrong.append(f"placements has {pattern!r}, which names no parameter of {graph.name}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+            wrong.append(
+                f"placements has {pattern!r}, which names no parameter of {graph.name}"
+                + (f" (did you mean {near[0]!r}?)" if near else "")
+            )
         for name in matched:
             first = names[name]
             if name != first:
                 aliases[first] = spec
             if (name != first or first in aliases) and found.get(first, spec) != spec:
-                wrong.append(f"{name} and {first} are one tensor and cannot be placed as {spec} and as {found[first]}")
+                wrong.append(
+                    f"{name} and {first} are one tensor and cannot be placed as {spec} and as {found[first]}"
+                )
             found[first] = spec
     for name, spec in found.items():
         wrong += _spec_problems(name, graph.values[name].meta.shape, spec, pins, num_devices)
     if wrong:
-        raise InfeasibleError(f"the pinned placements are not possible: {'; '.join(dict.fromkeys(wrong))}.")
+        raise InfeasibleError(
+            f"the pinned placements are not possible: {'; '.join(dict.fromkeys(wrong))}."
+        )
     return (*sorted(aliases.items()), *sorted(pins.placements.items()))
 
 
-def _spec_problems(name: str, shape: tuple[int, ...], text: str, pins: Pins, num_devices: int) -> Iterator[str]:
+def _spec_problems(
+    name: str, shape: tuple[int, ...], text: str, pins: Pins, num_devices: int
+) -> Iterator[str]:
     """What keeps a parameter of this shape from being placed so, with what is possible."""
     try:
         spec = parse_spec(text)
@@ -227,7 +265,9 @@ def _spec_problems(name: str, shape: tuple[int, ...], text: str, pins: Pins, num
             size = shape[placement.dim]
             valid = ", ".join(str(d) for d in range(1, num_devices + 1) if size % d == 0)
             others = [f"dim {d} ({s})" for d, s in enumerate(shape) if s % degree == 0]
-            instead = f"leave it replicated ('RR'){' or split ' + ' or '.join(others) if others else ''}"
+            instead = (
+                f"leave it replicated ('RR'){' or split ' + ' or '.join(others) if others else ''}"
+            )
             yield f"{name}: dim {placement.dim} has {size} elements, which {axis}={degree} does not divide (valid {axis}: {valid}); {instead}"
 
 
@@ -247,19 +287,31 @@ def _pinned(pins: Pins, placements: tuple[tuple[str, str], ...]):  # type: ignor
     )
 
 
-def _setting(model, captured, space, cluster, settings, profiles_digest):  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def _setting(model, captured, space, cluster, settings, profiles_digest):
     import torch
 
     from autoplan.solver.assemble import Setting
 
     tensors = tuple(
-        InputTensor(path=x.path, shape=x.shape, dtype=x.dtype, batch_dim=0 if x.value in space.batch.positions else None) for x in captured.leaves if x.value
+        InputTensor(
+            path=x.path,
+            shape=x.shape,
+            dtype=x.dtype,
+            batch_dim=0 if x.value in space.batch.positions else None,
+        )
+        for x in captured.leaves
+        if x.value
     )
     persistent = set(model.state_dict(keep_vars=True))
     return Setting(
         graph=captured.graph,
         batch=space.batch,
-        signature=Signature(positional=captured.positional, tensors=tensors, constants={x.path: x.constant for x in captured.leaves if not x.value}),
+        signature=Signature(
+            positional=captured.positional,
+            tensors=tensors,
+            constants={x.path: x.constant for x in captured.leaves if not x.value},
+        ),
         settings=settings,
         cluster=ClusterSummary(
             name=cluster.name,
@@ -274,7 +326,9 @@ def _setting(model, captured, space, cluster, settings, profiles_digest):  # typ
         profiles_digest=profiles_digest,
         torch_version=str(torch.__version__),
         unruled_ops=space.unruled_ops,
-        non_persistent=frozenset(n for n, _ in model.named_buffers(remove_duplicate=False) if n not in persistent),
+        non_persistent=frozenset(
+            n for n, _ in model.named_buffers(remove_duplicate=False) if n not in persistent
+        ),
     )
 
 
@@ -283,7 +337,10 @@ def _example_inputs(model: nn.Module, plan: Plan) -> Mapping[str, object] | tupl
     import torch
 
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    leaves: dict[str, object] = {t.path: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in plan.signature.tensors}
+    leaves: dict[str, object] = {
+        t.path: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device)
+        for t in plan.signature.tensors
+    }
     leaves.update(plan.signature.constants)
     nested: dict[str, Any] = {}
     for path, value in leaves.items():
@@ -320,7 +377,11 @@ def _first_difference(plan: Plan, captured: Captured) -> str:
             return f"{value.name!r} has shape {tuple(entry.shape)} in it, here {value.meta.shape}"
         if entry.dtype != (value.stored_dtype or value.meta.dtype):
             return f"{value.name!r} is {entry.dtype} in it, here {value.stored_dtype or value.meta.dtype}"
-    missing = [n for n in plan.parameters if n not in graph.values and not any(n in g for g in graph.shared)]
+    missing = [
+        n
+        for n in plan.parameters
+        if n not in graph.values and not any(n in g for g in graph.shared)
+    ]
     if missing:
         return f"it has a parameter {missing[0]!r} that this model lacks"
     if plan.model.num_ops != len(graph.ops):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on this machine: a byte-level Llama learns English, planned, run on several processes, checked against one.
+"""The main job on this machine: a byte-level Llama learns English, planned, run on several
+processes, checked against one.
 
-`run_demo` plans, shows the plan, starts the processes through torchrun's launcher, trains, trains the same model on one
-device, and compares. `python -m autoplan.demo PLAN STEPS RESULT` is what the launcher starts. The text is the standard
-library's own help topics; weights are random; nothing is downloaded.
+`run_demo` plans, shows the plan, starts the processes through torchrun's launcher, trains, trains
+the same model on one device, and compares. `python -m autoplan.demo PLAN STEPS RESULT` is what the
+launcher starts. The text is the standard library's own help topics; weights are random; nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ PARAMETER_TOLERANCE = 1e-3  # norm of the difference over norm, after all steps
 
 
 def build_model() -> nn.Module:
-    """A Llama over bytes: 4 blocks, hidden 128, 8 query and 4 key-value heads; the same weights on every call."""
+    """A Llama over bytes: 4 blocks, hidden 128, 8 query and 4 key-value heads; the same weights on
+    every call.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise AutoplanError("the demo trains transformers' Llama, which is not installed. Run: pip install 'autoplan[examples]'") from error
+        raise AutoplanError(
+            "the demo trains transformers' Llama, which is not installed. Run: pip install 'autoplan[examples]'"
+        ) from error
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=128,
@@ -69,7 +75,9 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def train_planned(plan_path: str, steps: int, result_path: str) -> None:
-    """One process of the planned run: trains its part; rank 0 writes losses, seconds and the gathered parameters."""
+    """One process of the planned run: trains its part; rank 0 writes losses, seconds and the
+    gathered parameters.
+    """
     import torch
     import torch.distributed as dist
 
@@ -127,7 +135,9 @@ def parse_pins(text: str) -> Pins:
         elif name == "recompute" and value in ("true", "false"):
             values[name] = value == "true"
         else:
-            raise ValueError(f"{part!r} is not a pin. Write tp, pp, dp, zero, num_microbatches = a number, schedule=gpipe|1f1b, recompute=true|false.")
+            raise ValueError(
+                f"{part!r} is not a pin. Write tp, pp, dp, zero, num_microbatches = a number, schedule=gpipe|1f1b, recompute=true|false."
+            )
     return Pins(**values)
 
 
@@ -170,16 +180,38 @@ def _say(json: bool, text: str) -> None:
 
 
 def _launch(count: int, plan_path: str, steps: int, result_path: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", "autoplan.demo"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={count}",
+        "-m",
+        "autoplan.demo",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([*command, plan_path, str(steps), result_path], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, plan_path, str(steps), result_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
-        raise AutoplanError(f"the planned run failed with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise AutoplanError(
+            f"the planned run failed with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
 
 
-def _compare(result: dict[str, Any], losses: list[float], seconds: float, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _compare(
+    result: dict[str, Any], losses: list[float], seconds: float, state: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     loss_error = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], losses))
-    parameter_error = max(float((result["state"][n] - p).norm() / p.norm()) for n, p in state.items() if p.is_floating_point())
+    parameter_error = max(
+        float((result["state"][n] - p).norm() / p.norm())
+        for n, p in state.items()
+        if p.is_floating_point()
+    )
     same_names = set(result["state"]) == set(state)
     agree = loss_error <= LOSS_TOLERANCE and parameter_error <= PARAMETER_TOLERANCE and same_names
     return {
@@ -199,11 +231,18 @@ def _print_report(report: dict[str, Any]) -> None:
     every = max(1, len(planned) // 10)
     for step in sorted({*range(0, len(planned), every), len(planned) - 1}):
         print(f"{step:>4}  {planned[step]:>9.5f}  {alone[step]:>10.5f}")
-    print(f"\nlargest relative difference: loss {report['largest_loss_difference']:.1e}, parameters {report['largest_parameter_difference']:.1e}")
-    print(f"seconds: planned {report['seconds_planned']:.1f}, one device {report['seconds_one_device']:.1f}")
-    print("the two runs agree" if report["agree"] else f"THE TWO RUNS DISAGREE (tolerance: loss {LOSS_TOLERANCE}, parameters {PARAMETER_TOLERANCE})")
+    print(
+        f"\nlargest relative difference: loss {report['largest_loss_difference']:.1e}, parameters {report['largest_parameter_difference']:.1e}"
+    )
+    print(
+        f"seconds: planned {report['seconds_planned']:.1f}, one device {report['seconds_one_device']:.1f}"
+    )
+    print(
+        "the two runs agree"
+        if report["agree"]
+        else f"THE TWO RUNS DISAGREE (tolerance: loss {LOSS_TOLERANCE}, parameters {PARAMETER_TOLERANCE})"
+    )
 
 
 if __name__ == "__main__":
     train_planned(sys.argv[1], int(sys.argv[2]), sys.argv[3])
-

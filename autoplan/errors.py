@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception autoplan raises on purpose. A message says what is wrong, what was expected, what to do.
+"""Every exception autoplan raises on purpose. A message says what is wrong, what was expected, what
+to do.
 
-    AutoplanError
-      CaptureError            the model could not be turned into a Graph
-        UnsupportedOpError    an op has no dimension rule
-      ClusterError            (also ValueError) the cluster description is inconsistent
-      ProfileError            (also ValueError) a profile is missing, malformed, or of another device
-      InfeasibleError         no plan fits
-      PlanError               (also ValueError) a plan does not fit its schema, model or cluster
-      ExecutionError          a running plan broke
+AutoplanError
+  CaptureError            the model could not be turned into a Graph
+    UnsupportedOpError    an op has no dimension rule
+  ClusterError            (also ValueError) the cluster description is inconsistent
+  ProfileError            (also ValueError) a profile is missing, malformed, or of another device
+  InfeasibleError         no plan fits
+  PlanError               (also ValueError) a plan does not fit its schema, model or cluster
+  ExecutionError          a running plan broke
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ class AutoplanError(Exception):
 
 
 class CaptureError(AutoplanError):
-    """The model could not be turned into a Graph; the message names the module path and the reason."""
+    """The model could not be turned into a Graph; the message names the module path and the
+    reason.
+    """
 
 
 class UnsupportedOpError(CaptureError):
     """An op has no dimension rule."""
 
     def __init__(self, op: str, target: str, module_path: str, reason: str) -> None:
-        super().__init__(f"no dimension rule for {target} ({op} in {module_path or 'the root module'}): {reason}")
+        super().__init__(
+            f"no dimension rule for {target} ({op} in {module_path or 'the root module'}): {reason}"
+        )
         self.op = op
         self.target = target
         self.module_path = module_path
@@ -79,7 +84,14 @@ class ExecutionError(AutoplanError):
         microbatch: The microbatch at hand, or None.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, stage: int | None = None, microbatch: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.stage = stage

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is computed: a forward-only graph of ATen ops over named values, without torch.
 
-`capture.py` makes a Graph from a module; strategies, costs and solvers read it. Everything points by name, so a graph
-prints, compares, pickles and hashes. Backward is not in it: it follows from the sharding rules (DESIGN 2).
+`capture.py` makes a Graph from a module; strategies, costs and solvers read it. Everything points
+by name, so a graph prints, compares, pickles and hashes. Backward is not in it: it follows from the
+sharding rules (DESIGN 2).
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ class Value:
     """A tensor of the graph.
 
     Attributes:
-        name: Unique. Inputs, parameters and buffers carry the model's own names ("input_ids", "lm_head.weight").
+        name: Unique. Inputs, parameters and buffers carry the model's own names ("input_ids",
+            "lm_head.weight").
         meta: Global shape and dtype.
         kind: One of KINDS.
-        requires_grad: A gradient flows to it: a trainable parameter, or an activation that depends on one.
-        stored_dtype: Of a parameter that is kept in another dtype than the ops use ("float32" for a bfloat16 one); else "".
+        requires_grad: A gradient flows to it: a trainable parameter, or an activation that depends
+            on one.
+        stored_dtype: Of a parameter that is kept in another dtype than the ops use ("float32" for a
+            bfloat16 one); else "".
     """
 
     name: str
@@ -77,8 +81,9 @@ class Op:
         target: "aten.linear.default".
         inputs: Value names of its tensor inputs, in the order in which they appear in `arguments`.
         outputs: Value names of its tensor outputs; "" for an output that nobody uses.
-        arguments: Every argument of the op's schema by name: numbers, strings, None, tuples, and Ref for tensors. Dtypes
-            are strings ("float32"); devices, layouts and memory formats are left out, they belong to where it runs.
+        arguments: Every argument of the op's schema by name: numbers, strings, None, tuples, and
+            Ref for tensors. Dtypes are strings ("float32"); devices, layouts and memory formats are
+            left out, they belong to where it runs.
         module_path: "model.layers.3.mlp", or "".
         source: "file.py:123" of the call in the model's code, or "".
     """
@@ -92,7 +97,9 @@ class Op:
     source: str = ""
 
     def signature(self) -> str:
-        """Target and arguments as text, free of value names: equal for the same op of two equal blocks."""
+        """Target and arguments as text, free of value names: equal for the same op of two equal
+        blocks.
+        """
         return f"{self.target}({', '.join(f'{k}={v}' for k, v in self.arguments.items())})"
 
 
@@ -105,10 +112,12 @@ class Graph:
         values: Every value by name.
         ops: In topological order.
         inputs: The user's tensor inputs, in call order.
-        outputs: The model's tensor outputs, flattened, in order; None where an output is not a tensor.
+        outputs: The model's tensor outputs, flattened, in order; None where an output is not a
+            tensor.
         loss: The scalar that training minimises, or None.
         buffer_updates: buffer name -> value that it takes after the forward pass.
-        shared: Groups of parameter names that are one tensor; the first of a group is the one in `values`.
+        shared: Groups of parameter names that are one tensor; the first of a group is the one in
+            `values`.
     """
 
     name: str
@@ -146,9 +155,21 @@ class Graph:
     @cached_property
     def digest(self) -> str:
         """A stable hash of everything that decides a plan: ops, wiring, shapes, dtypes, names."""
-        text = [self.name, repr(self.inputs), repr(self.outputs), repr(self.loss), repr(self.shared), repr(dict(self.buffer_updates))]
-        text += [f"{v.name}|{v.meta}|{v.kind}|{v.requires_grad}|{v.stored_dtype}" for v in self.values.values()]
-        text += [f"{o.name}|{o.signature()}|{o.inputs}|{o.outputs}|{o.module_path}" for o in self.ops]
+        text = [
+            self.name,
+            repr(self.inputs),
+            repr(self.outputs),
+            repr(self.loss),
+            repr(self.shared),
+            repr(dict(self.buffer_updates)),
+        ]
+        text += [
+            f"{v.name}|{v.meta}|{v.kind}|{v.requires_grad}|{v.stored_dtype}"
+            for v in self.values.values()
+        ]
+        text += [
+            f"{o.name}|{o.signature()}|{o.inputs}|{o.outputs}|{o.module_path}" for o in self.ops
+        ]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def verify(self) -> None:
@@ -164,8 +185,14 @@ class Graph:
                     raise ValueError(f"op {op.name} uses {name!r}, which is not made before it")
             for name in op.outputs:
                 if name and (name in known or name not in self.values):
-                    raise ValueError(f"op {op.name} makes {name!r}, which is made twice or undeclared")
+                    raise ValueError(
+                        f"op {op.name} makes {name!r}, which is made twice or undeclared"
+                    )
                 known.add(name)
-        for name in (*(o for o in self.outputs if o), *self.buffer_updates.values(), *([self.loss] if self.loss else [])):
+        for name in (
+            *(o for o in self.outputs if o),
+            *self.buffer_updates.values(),
+            *([self.loss] if self.loss else []),
+        ):
             if name not in known:
                 raise ValueError(f"{name!r} leaves the graph but is not made in it")

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tensor is laid out over a mesh: placements on one axis, specs on all, and the (value, gradient) pair.
+"""How a tensor is laid out over a mesh: placements on one axis, specs on all, and the (value,
+gradient) pair.
 
-`axis` is of the mesh, `dim` is of a tensor. Names and text are DTensor's: `R`, `S(0)`, `P`; a spec is one placement per
-mesh axis, outermost first: `S(0)R`. Where several axes split one dim, the outer axis splits first (nesting order is part
-of the layout). What moves a tensor from one layout to another lives in `sharding/resharding.py`.
+`axis` is of the mesh, `dim` is of a tensor. Names and text are DTensor's: `R`, `S(0)`, `P`; a spec
+is one placement per mesh axis, outermost first: `S(0)R`. Where several axes split one dim, the
+outer axis splits first (nesting order is part of the layout). What moves a tensor from one layout
+to another lives in `sharding/resharding.py`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Rank i of the axis holds the i-th of equal parts of every one of `blocks` equal contiguous blocks along `dim`.
+    """Rank i of the axis holds the i-th of equal parts of every one of `blocks` equal contiguous
+    blocks along `dim`.
 
-    One block is the plain split. More appear where a dim is a product of factors and one to the right is split: the packed
-    query-key-value output of one linear (3 blocks), or a sequence flattened behind its batch. Text: `S(1)`, `S(1/3)`.
+    One block is the plain split. More appear where a dim is a product of factors and one to the
+    right is split: the packed query-key-value output of one linear (3 blocks), or a sequence
+    flattened behind its batch. Text: `S(1)`, `S(1/3)`.
     """
 
     dim: int
@@ -126,8 +130,9 @@ def parse_spec(text: str) -> ShardingSpec:
 class Layout:
     """How a tensor is laid out where it is produced or used: its value's spec and its gradient's.
 
-    Per axis one of four pairs (DESIGN 2): R/R, S/S, P/R (a sum not yet taken) and R/P (used whole, its gradient a sum not
-    yet taken). Text: `S(0)R`, and `S(0)R~S(0)P` where the gradient's spec differs.
+    Per axis one of four pairs (DESIGN 2): R/R, S/S, P/R (a sum not yet taken) and R/P (used whole,
+    its gradient a sum not yet taken). Text: `S(0)R`, and `S(0)R~S(0)P` where the gradient's spec
+    differs.
     """
 
     value: ShardingSpec

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units and their printing. Inside autoplan all is SI: seconds, bytes, bytes/s, FLOP/s; other units exist in
+"""Units and their printing. Inside autoplan all is SI: seconds, bytes, bytes/s, FLOP/s; other units
+exist in
 profile files (whose keys name them) and on the screen."""
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ DTYPE_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-FLOATING = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
+FLOATING = frozenset(
+    {
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    }
+)
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -3,7 +3,7 @@
 
     python examples/read_a_plan.py [PLAN.json]        # default: plans/gpt.json beside this file
 
-Sizes are bytes, times are seconds. A spec has one letter per mesh axis, (dp, tp) in this order: R is
+Sizes are bytes, times are seconds. A spec has one letter per mesh axis, first dp, then tp: R is
 whole, S(d) a split of dim d, S(d/k) a split of each of k equal blocks of it, P a sum not yet taken.
 A layout is `value~gradient`, or one spec where both are the same.
 """

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading an op's arguments and metas, as the resolvers of `compute_rules.py` and `view_rules.py` do."""
+"""Reading an op's arguments and metas, as the resolvers of `compute_rules.py` and `view_rules.py`
+do.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def as_int(value: object) -> int:
 
 
 def as_ints(value: object) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(as_int(v) for v in value)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    return (value,) if isinstance(value, int) else tuple(as_int(v) for v in value)
 
 
 def as_dim(value: object, rank: int) -> int:

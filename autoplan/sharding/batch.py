@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batch: where it lies in every tensor, and how a graph is cut into microbatches (DESIGN 8).
 
-Microbatches are one more mesh axis, in time, assigned to the batch's letter in every op. `find_batch` follows that letter
-through the rules and says what each value is over time: "S" (cut), "R" (the same in every microbatch), "P" (a sum over
-microbatches). What needs the whole batch but depends on inputs alone runs once before the first microbatch (the
-prologue: a count of labels); what needs it and depends on parameters hinders cutting and is named. `cut_batch` writes the
-graph that one microbatch runs.
+Microbatches are one more mesh axis, in time, assigned to the batch's letter in every op.
+`find_batch` follows that letter through the rules and says what each value is over time: "S" (cut),
+"R" (the same in every microbatch), "P" (a sum over microbatches). What needs the whole batch but
+depends on inputs alone runs once before the first microbatch (the prologue: a count of labels);
+what needs it and depends on parameters hinders cutting and is named. `cut_batch` writes the graph
+that one microbatch runs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Batch:
 
 
 def batch_inputs(graph: Graph) -> dict[str, int]:
-    """The inputs that have the batch as their dim 0: those that share the commonest leading size, and that size."""
+    """The inputs that have the batch as their dim 0: those that share the commonest leading size,
+    and that size.
+    """
     sizes = [graph.values[n].meta.shape[0] for n in graph.inputs if graph.values[n].meta.shape]
     if not sizes:
         return {}
@@ -230,8 +233,8 @@ class _OverTime:
 def cut_batch(graph: Graph, batch: Batch, num_microbatches: int) -> Graph:
     """The graph that one of `num_microbatches` microbatches runs; the graph itself for 1.
 
-    Values over time "S" have their batch dim divided. Where an op needs the rows of a value that is whole, a `SLICE` op
-    makes them (`value@rows`). Prologue ops keep global sizes.
+    Values over time "S" have their batch dim divided. Where an op needs the rows of a value that is
+    whole, a `SLICE` op makes them (`value@rows`). Prologue ops keep global sizes.
 
     Raises:
         ValueError: The batch cannot be cut so; the message says why.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of ops that compute and whose factors depend on arguments: pointwise, reductions, products, attention, norms, losses.
+"""Rules of ops that compute and whose factors depend on arguments: pointwise, reductions, products,
+attention, norms, losses.
 
-Each resolver takes the op and the metas of its tensors and gives its `OpRule`, or None when it cannot say; the reason for
-what is never split stands beside it. `COMPUTE_RULES` maps op families to resolvers.
+Each resolver takes the op and the metas of its tensors and gives its `OpRule`, or None when it
+cannot say; the reason for what is never split stands beside it. `COMPUTE_RULES` maps op families to
+resolvers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from autoplan.units import DTYPE_BYTES
 
 
 def pointwise(op: Op, inputs: Metas, outputs: Outs) -> OpRule | None:
-    """Dims aligned from the right; a broadcast dim has no letter. Which operands pass a Partial is in `_linear_slots`."""
+    """Dims aligned from the right; a broadcast dim has no letter. Which operands pass a Partial is
+    in `_linear_slots`.
+    """
     result = next((m for m in outputs if m), None)
     if result is None:
         return None
@@ -84,12 +88,16 @@ def _reduction(op: Op, inputs: Metas, outputs: Outs, *, summing: bool) -> OpRule
 
 
 def summing_reduction(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """sum and mean: a split reduced dim leaves a Partial (the local mean is weighted by its share of the elements)."""
+    """sum and mean: a split reduced dim leaves a Partial (the local mean is weighted by its share
+    of the elements).
+    """
     return _reduction(op, inputs, outputs, summing=True)
 
 
 def other_reduction(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """max, min, argmax, var, prod, any, all: their partial results do not add up, so reduced dims stay whole."""
+    """max, min, argmax, var, prod, any, all: their partial results do not add up, so reduced dims
+    stay whole.
+    """
     return _reduction(op, inputs, outputs, summing=False)
 
 
@@ -152,9 +160,11 @@ def baddbmm(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def attention(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """q [b*, h, s, d], k and v [b*, g, t, d]: batch, heads (query heads in blocks of their key-value head) and query positions.
+    """q [b*, h, s, d], k and v [b*, g, t, d]: batch, heads (query heads in blocks of their
+    key-value head) and query positions.
 
-    Key positions stay whole: a softmax over a split dim would need its own collective per step of the kernel.
+    Key positions stay whole: a softmax over a split dim would need its own collective per step of
+    the kernel.
     """
     query, key = inputs[0].shape, inputs[1].shape
     lead = letters_of("b", len(query) - 3)
@@ -179,7 +189,9 @@ def attention(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def grouped_convolution(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """Convolution in groups: the groups are the leading factor of both channel dims; channels inside a group stay together."""
+    """Convolution in groups: the groups are the leading factor of both channel dims; channels
+    inside a group stay together.
+    """
     groups = as_int(op.arguments["groups"])
     source, weight, target = inputs[0], inputs[1], outputs[0]
     assert target is not None, "a convolution that nobody uses is dropped at capture"
@@ -206,7 +218,9 @@ def grouped_convolution(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def batch_norm(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """[n, c, *]: channels freely; batch and positions by summing the statistics over the split (the local form does it)."""
+    """[n, c, *]: channels freely; batch and positions by summing the statistics over the split (the
+    local form does it).
+    """
     rank = len(inputs[0].shape)
     letters = ("n", "c", *letters_of("p", rank))[:rank]
     operands = [plain(letters, inputs[0]), *(plain(("c",), m) for m in inputs[1:])]
@@ -244,7 +258,8 @@ def rms_norm(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def embedding(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """weight [v, h], indices [b*]: a vocabulary split looks up what it has and zero elsewhere, the sum is the look-up.
+    """weight [v, h], indices [b*]: a vocabulary split looks up what it has and zero elsewhere, the
+    sum is the look-up.
 
     With gradients scaled by frequency the whole batch must be counted, so nothing is split.
     """
@@ -287,10 +302,11 @@ def triangle(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def cross_entropy(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """Logits [n, c, d*], labels [n, d*]: rows leave a Partial sum; classes by the local form's own reductions (DESIGN 2).
+    """Logits [n, c, d*], labels [n, d*]: rows leave a Partial sum; classes by the local form's own
+    reductions (DESIGN 2).
 
-    Classes stay whole with class weights, class probabilities as labels, or log-probabilities as input: rare, and each would
-    need its own local form.
+    Classes stay whole with class weights, class probabilities as labels, or log-probabilities as
+    input: rare, and each would need its own local form.
     """
     rank = len(inputs[0].shape)
     rows = () if rank == 1 else ("n", *letters_of("d", rank - 2))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cutting a graph into pipeline stages: which ops a stage runs, which tensors cross its boundaries.
 
-Ops that depend on inputs alone, or on parameters alone, are *free*: every stage that uses them runs its own copy (a mask, a
-rotary table, a cast of a weight), so they never cross a boundary. The other ops, in graph order, are the chain that stages
-partition.
+Ops that depend on inputs alone, or on parameters alone, are *free*: every stage that uses them runs
+its own copy (a mask, a rotary table, a cast of a weight), so they never cross a boundary. The other
+ops, in graph order, are the chain that stages partition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _RANDOM = frozenset({"autoplan.dropout"})
 
 
 def free_ops(graph: Graph) -> frozenset[str]:
-    """Names of the ops that depend on inputs alone or on parameters alone, and on no random stream."""
+    """Names of the ops that depend on inputs alone or on parameters alone, and on no random
+    stream.
+    """
     source = {
         v.name: {"input": "i", "parameter": "p"}.get(v.kind, "")
         for v in graph.values.values()
@@ -51,7 +53,8 @@ class StageCut:
 
     Attributes:
         ops: Every op the stage runs, free ones included, in graph order.
-        receives: Values that come from the previous stage (some only to be passed on), in graph order.
+        receives: Values that come from the previous stage (some only to be passed on), in graph
+            order.
         sends: Values that go to the next stage.
         values: Parameters, buffers, constants and inputs it uses.
     """
@@ -63,7 +66,8 @@ class StageCut:
 
 
 def cut_stages(graph: Graph, bounds: Iterable[tuple[str, str]]) -> tuple[StageCut, ...]:
-    """The stages whose chains run from the first to the last op named in each of `bounds`, inclusive.
+    """The stages whose chains run from the first to the last op named in each of `bounds`,
+    inclusive.
 
     Model outputs and buffer updates that free ops make belong to the last stage.
 
@@ -101,7 +105,9 @@ def cut_stages(graph: Graph, bounds: Iterable[tuple[str, str]]) -> tuple[StageCu
 
 
 def _wanted_at_end(graph: Graph) -> tuple[str, ...]:
-    """Outputs are collected where they are made; only those of free ops are asked of the last stage."""
+    """Outputs are collected where they are made; only those of free ops are asked of the last
+    stage.
+    """
     wanted = (
         [o for o in graph.outputs if o]
         + ([graph.loss] if graph.loss else [])
@@ -119,7 +125,9 @@ def _wanted_at_end(graph: Graph) -> tuple[str, ...]:
 def _closure(
     graph: Graph, stage_of: dict[str, int], stage: int, wanted: tuple[str, ...]
 ) -> tuple[set[str], set[str]]:
-    """Op names the stage runs (its chain and the free ops behind it) and the leaf values it reads."""
+    """Op names the stage runs (its chain and the free ops behind it) and the leaf values it
+    reads.
+    """
     names = {name for name, s in stage_of.items() if s == stage}
     used: set[str] = set()
     stack = [n for op in graph.ops if op.name in names for n in op.inputs] + list(wanted)
@@ -143,7 +151,9 @@ def _closure(
 def _crossings(
     graph: Graph, stage_of: dict[str, int], needed: list[set[str]], wanted: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
-    """Per boundary s (into stage s; boundary 0 is empty): chain values made before it and used at or after it."""
+    """Per boundary s (into stage s; boundary 0 is empty): chain values made before it and used at
+    or after it.
+    """
     num = len(needed)
     last_use: dict[str, int] = {}
     made: dict[str, int] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form of a rule: which factor every dim of an op's tensors is made of.
 
-A tensor dim is a product of atoms, left to right; an atom has a letter, or None where it is never split, and a size. Most
-dims are one atom. `OpRule` is a rule at an op's own sizes.
+A tensor dim is a product of atoms, left to right; an atom has a letter, or None where it is never
+split, and a size. Most dims are one atom. `OpRule` is a rule at an op's own sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class OpRule:
         linear: Sets of input slots; when exactly these are Partial, the outputs are Partial.
         additive: Input slots that are summands beside a contraction.
         completes: Letters whose reduction the op's local form finishes itself.
-        contiguous: Letters that are split in one block only: the local form needs to know where its part starts.
+        contiguous: Letters that are split in one block only: the local form needs to know where its
+            part starts.
     """
 
     inputs: tuple[Dims, ...]
@@ -63,7 +64,9 @@ class OpRule:
 
     @cached_property
     def places(self) -> dict[str, tuple[tuple[int, int, int, int, int], ...]]:
-        """letter -> (tensor, dim, atom, blocks to its left, size); tensors count inputs first, then outputs."""
+        """letter -> (tensor, dim, atom, blocks to its left, size); tensors count inputs first, then
+        outputs.
+        """
         found: dict[str, list[tuple[int, int, int, int, int]]] = {
             letter: [] for letter in self.letters
         }

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From one sharding spec to another: the one shortest path that cost model and executor share.
 
-A move changes the placement on one axis. Where several axes split one dim, only the innermost of them may be gathered or
-added, because its parts are contiguous in what the outer ones left. `transition` finds the cheapest sequence of moves by
-volume; bytes are in fractions of the global tensor, so a path depends on specs and axis sizes alone and is cached.
+A move changes the placement on one axis. Where several axes split one dim, only the innermost of
+them may be gathered or added, because its parts are contiguous in what the outer ones left.
+`transition` finds the cheapest sequence of moves by volume; bytes are in fractions of the global
+tensor, so a path depends on specs and axis sizes alone and is cached.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import networkx as nx
 
 from autoplan.placements import Partial, Placement, R, Replicate, Shard, ShardingSpec
 
-OUTER_AXIS_WEIGHT = 8.0  # an outer axis is the slower link (inside a host against between hosts); decides ties between paths only
+# an outer axis is the slower link (inside a host against between hosts); decides ties between paths
+# only
+OUTER_AXIS_WEIGHT = 8.0
 MOVE_WEIGHT = 1e-4  # of a whole tensor's volume: fewer moves win when volumes are equal
 
 
@@ -24,12 +27,13 @@ class Move:
     """One collective (or local step) on one axis.
 
     Attributes:
-        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or local: "slice", "keep" (rank 0 keeps the value,
-            the others hold zero), "pad" (the part in its place, zero around it).
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or local: "slice", "keep"
+            (rank 0 keeps the value, the others hold zero), "pad" (the part in its place, zero
+            around it).
         axis: The mesh axis.
         source, target: The placement on that axis before and after.
-        fraction: Bytes of the larger of the local tensors before and after, as a fraction of the global tensor; what
-            `collective_time` takes as its size.
+        fraction: Bytes of the larger of the local tensors before and after, as a fraction of the
+            global tensor; what `collective_time` takes as its size.
     """
 
     kind: str
@@ -53,8 +57,8 @@ def transition(
 ) -> tuple[Move, ...]:
     """The moves from `source` to `target`, in order; none when they are equal.
 
-    Source of the idea: shortest paths over primitive moves, as in Megatron-LM's and nnScaler's adapters; the nesting rule
-    is DESIGN 2's "nesting order is part of the layout".
+    Source of the idea: shortest paths over primitive moves, as in Megatron-LM's and nnScaler's
+    adapters; the nesting rule is DESIGN 2's "nesting order is part of the layout".
     """
     different = [axis for axis in range(len(source)) if source[axis] != target[axis]]
     if len(different) <= 1:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """One dimension rule per op: the table. Legality only; a rule knows no seconds.
 
-A rule names the dims of an op's tensors in einsum letters: dims with the same letter belong together, so a mesh axis may be
-assigned one letter, and every layout of the op follows (DESIGN 2; `strategies.py`). Marks in the table:
+A rule names the dims of an op's tensors in einsum letters: dims with the same letter belong
+together, so a mesh axis may be assigned one letter, and every layout of the op follows (DESIGN 2;
+`strategies.py`). Marks in the table:
 
-    k       a letter, used in order            x*      any number of leading dims, the same ones in every operand
-    k^      never split                        n?      an operand that may be absent
-    additive(i)    operand i is a summand of the contraction (a bias): it is taken once, not once per part
-    linear(i j)    a Partial in operands i and j together passes through
-    completes(c)   the op's local form itself finishes the reduction over c, with a collective of its own
+    k       a letter, used in order            x*      any number of leading dims, the same ones in
+    every operand k^      never split                        n?      an operand that may be absent
+    additive(i)    operand i is a summand of the contraction (a bias): it is taken once, not once
+    per part linear(i j)    a Partial in operands i and j together passes through
+    completes(c)   the op's local form itself finishes the reduction over c, with a collective of
+    its own
 
-A dim may be a product of factors, left to right, as in a reshape: `(b s) -> b s`. Splitting a factor that is not leftmost
-is a split in blocks (`placements.Shard.blocks`). Ops whose factors depend on their arguments are in `compute_rules.py` and
-`view_rules.py`.
+A dim may be a product of factors, left to right, as in a reshape: `(b s) -> b s`. Splitting a
+factor that is not leftmost is a split in blocks (`placements.Shard.blocks`). Ops whose factors
+depend on their arguments are in `compute_rules.py` and `view_rules.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def _family(target: str) -> str:
 
 
 def find_rule(op: Op, graph: Graph) -> OpRule | None:
-    """The op's rule at its own sizes, or None when the table has none for it (it can then only be kept whole)."""
+    """The op's rule at its own sizes, or None when the table has none for it (it can then only be
+    kept whole).
+    """
     inputs = tuple(graph.values[name].meta for name in op.inputs)
     outputs = tuple(graph.values[name].meta if name else None for name in op.outputs)
     return _resolve(op, inputs, outputs)
@@ -168,7 +172,9 @@ def _from_text(
 
 
 def _expand(letters: tuple[str, ...], meta: TensorMeta) -> tuple[str | None, ...] | None:
-    """Letters per dim: `b*` becomes b0 b1 ..., counted from the left; None for `k^`. None when the rank does not fit."""
+    """Letters per dim: `b*` becomes b0 b1 ..., counted from the left; None for `k^`. None when the
+    rank does not fit.
+    """
     starred = [x for x in letters if x.endswith("*")]
     count = len(meta.shape) - (len(letters) - len(starred))
     if count < 0 or (not starred and count):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every strategy of one op on one mesh, from its rule.
 
-A strategy assigns to each mesh axis a letter of the rule (or nothing, or one of two ways in which sums not yet taken travel
-through); the layout of every operand follows by the table of DESIGN 2. The second axis sees the sizes the first one left.
-`block_options` finds, over a whole graph, in how many blocks a dim may be split.
+A strategy assigns to each mesh axis a letter of the rule (or nothing, or one of two ways in which
+sums not yet taken travel through); the layout of every operand follows by the table of DESIGN 2.
+The second axis sees the sizes the first one left. `block_options` finds, over a whole graph, in how
+many blocks a dim may be split.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Choice:
     """What one mesh axis does to one op.
 
     Attributes:
-        kind: "factor" (split a letter), "none" (all whole), "sum" (a Partial passes from the inputs to the outputs), "grad"
-            (everything whole, gradients stay sums not yet taken).
+        kind: "factor" (split a letter), "none" (all whole), "sum" (a Partial passes from the inputs
+            to the outputs), "grad" (everything whole, gradients stay sums not yet taken).
         letter, blocks: For "factor".
         slots: The Partial inputs, for "sum".
     """
@@ -46,7 +47,9 @@ NONE, GRAD = Choice("none"), Choice("grad")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One legal way to run an op on a mesh: a layout per tensor input and output, and the choices they follow from."""
+    """One legal way to run an op on a mesh: a layout per tensor input and output, and the choices
+    they follow from.
+    """
 
     choices: tuple[Choice, ...]
     inputs: tuple[Layout, ...]
@@ -85,7 +88,8 @@ def enumerate_strategies(
     axis_sizes: tuple[int, ...],
     choices: tuple[tuple[Choice, ...], ...],
 ) -> tuple[Strategy, ...]:
-    """The distinct strategies of `op` over all combinations of its axes' choices, those whose sizes divide.
+    """The distinct strategies of `op` over all combinations of its axes' choices, those whose sizes
+    divide.
 
     Args:
         op, rule: The op and its rule.
@@ -188,8 +192,9 @@ def block_options(
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """op name -> letter -> numbers of blocks, besides 1, in which a neighbour may have split it.
 
-    A split behind other factors of a dim (the sequence in a flattened batch x sequence; each third of a packed projection)
-    is worth having only if the ops around can carry it; so the options spread along dims that belong together.
+    A split behind other factors of a dim (the sequence in a flattened batch x sequence; each third
+    of a packed projection) is worth having only if the ops around can carry it; so the options
+    spread along dims that belong together.
     """
     known: dict[tuple[str, int], set[int]] = {}
     changed = True
@@ -245,8 +250,9 @@ class ParameterStrategy:
     Attributes:
         used: The layout the ops' conversions start from.
         spec: As stored: what optimizer states follow.
-        zero: 0: stored as used. 1: stored split over data parallel ranks, gathered and reduced once per step. 2: as 1, but
-            gradients are reduced after every microbatch. 3: used as stored, gathered by the ops where they need it.
+        zero: 0: stored as used. 1: stored split over data parallel ranks, gathered and reduced once
+            per step. 2: as 1, but gradients are reduced after every microbatch. 3: used as stored,
+            gathered by the ops where they need it.
     """
 
     used: Layout
@@ -268,7 +274,8 @@ def parameter_strategies(
         trainable: It has a gradient and optimizer state.
         wanted: Layouts of the users' strategies.
         axis_sizes: (dp, tp).
-        zero_levels: Which of 0, 1, 2, 3 may be chosen; a level that nothing can be split for falls back to 0.
+        zero_levels: Which of 0, 1, 2, 3 may be chosen; a level that nothing can be split for falls
+            back to 0.
     """
     found: dict[ParameterStrategy, None] = {}
     for used in dict.fromkeys(wanted):
@@ -304,7 +311,9 @@ def _storable(
 def _split_over_data_parallel(
     plain: ShardingSpec, used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]
 ) -> ShardingSpec | None:
-    """`plain` with the first axis splitting the longest free dim; None when it splits already or nothing divides."""
+    """`plain` with the first axis splitting the longest free dim; None when it splits already or
+    nothing divides.
+    """
     if axis_sizes[0] == 1 or not isinstance(used[0], Replicate):
         return None
     taken = {p.dim for p in (*plain.placements[1:], *used.placements[1:]) if isinstance(p, Shard)}

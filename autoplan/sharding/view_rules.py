@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of ops that move elements without computing: views, slices, joins, factories, indexing.
 
-Each resolver takes the op and the metas of its tensors and gives its `OpRule`; the reason for what is never split stands
-beside it. `VIEW_RULES` maps op families to resolvers.
+Each resolver takes the op and the metas of its tensors and gives its `OpRule`; the reason for what
+is never split stands beside it. `VIEW_RULES` maps op families to resolvers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def _view(inputs: Dims, outputs: tuple[Dims, ...]) -> OpRule:
 
 
 def reshape(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """Groups of dims with equal products; inside a group both sides share the factors that divide both."""
+    """Groups of dims with equal products; inside a group both sides share the factors that divide
+    both.
+    """
     assert outputs[0] is not None, "a reshape that nobody uses is dropped at capture"
     source, target = inputs[0].shape, outputs[0].shape
     in_dims: list[tuple[Atom, ...]] = [(Atom(None, 1),)] * len(source)
@@ -56,9 +58,11 @@ def reshape(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 def _common_factors(
     source: tuple[int, ...], target: tuple[int, ...], number: int
 ) -> tuple[list[Atom] | None, int]:
-    """The coarsest factor list that cuts at every boundary of both sides, lettered from `number` on.
+    """The coarsest factor list that cuts at every boundary of both sides, lettered from `number`
+    on.
 
-    Boundaries are products of the sizes to the right; where they do not nest (6x4 -> 8x3) there is no such list: None.
+    Boundaries are products of the sizes to the right; where they do not nest (6x4 -> 8x3) there is
+    no such list: None.
     """
     total = math.prod(source)
     bounds = {1, total}
@@ -131,7 +135,9 @@ def _in_blocks(size: int, part: int, letter: str) -> tuple[Atom, ...]:
 
 
 def slice_(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """Every dim but the sliced one; that one too, in blocks, when the slice is one or more of its equal aligned blocks."""
+    """Every dim but the sliced one; that one too, in blocks, when the slice is one or more of its
+    equal aligned blocks.
+    """
     source, target = inputs[0], outputs[0]
     assert target is not None, "a slice that nobody uses is dropped at capture"
     rank = len(source.shape)
@@ -162,7 +168,9 @@ def select(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def split(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """split, chunk, split_with_sizes: equal parts are blocks of the dim, so each part can be split alike; unequal ones cannot."""
+    """split, chunk, split_with_sizes: equal parts are blocks of the dim, so each part can be split
+    alike; unequal ones cannot.
+    """
     source = inputs[0]
     rank = len(source.shape)
     dim = as_dim(op.arguments.get("dim", 0), rank)
@@ -203,7 +211,9 @@ def cat(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def repeat_interleave(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """Every element of a dim several times in a row: that dim is (source, repeats), and splits by the source. All dims with one number of repeats."""
+    """Every element of a dim several times in a row: that dim is (source, repeats), and splits by
+    the source. All dims with one number of repeats.
+    """
     source, target = inputs[0], outputs[0]
     assert target is not None, "an op that nobody uses is dropped at capture"
     if op.arguments.get("dim") is None or len(inputs) > 1:  # flattens, or repeats by a tensor
@@ -232,7 +242,9 @@ def stack(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def same_size_dims(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """pad, repeat, tile, slice_scatter, select_scatter, copy: dims whose size does not change in any operand of full rank."""
+    """pad, repeat, tile, slice_scatter, select_scatter, copy: dims whose size does not change in
+    any operand of full rank.
+    """
     target = outputs[0]
     assert target is not None, "an op that nobody uses is dropped at capture"
     rank = len(target.shape)
@@ -273,7 +285,9 @@ def same_size_dims(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def factory(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """zeros, ones, full, new_*: one value everywhere, so any dim may be made split; arange and random ones are made whole."""
+    """zeros, ones, full, new_*: one value everywhere, so any dim may be made split; arange and
+    random ones are made whole.
+    """
     constant = any(word in op.target for word in ("zeros", "ones", "full", "empty"))
     outs = tuple(
         plain(letters_of("d", len(m.shape)) if constant else (None,) * len(m.shape), m) if m else ()
@@ -283,7 +297,9 @@ def factory(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def index(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """Advanced indexing: dims not indexed, dims of the indices, and (source dim, index) pairs that run along together."""
+    """Advanced indexing: dims not indexed, dims of the indices, and (source dim, index) pairs that
+    run along together.
+    """
     target = outputs[0]
     assert target is not None, "an index that nobody uses is dropped at capture"
     indices = op.arguments["indices"]
@@ -319,7 +335,9 @@ def index(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def gather(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """gather, take_along_dim, scatter: dims other than the indexed one that have one size in all operands."""
+    """gather, take_along_dim, scatter: dims other than the indexed one that have one size in all
+    operands.
+    """
     rank = len(inputs[0].shape)
     dim = as_dim(op.arguments["dim"], rank) if rank else 0
     full = [m for m in (*inputs, *(m for m in outputs if m)) if len(m.shape) == rank]

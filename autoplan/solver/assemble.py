@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decision -> a Plan document.
 
-In: what was chosen (degrees, strategies, storage, cuts, schedule) and its estimates. Out: a complete, verified `Plan`. No
-choice is made here, except the layout in which a tensor crosses a stage boundary: as its producer makes it, sums taken.
+In: what was chosen (degrees, strategies, storage, cuts, schedule) and its estimates. Out: a
+complete, verified `Plan`. No choice is made here, except the layout in which a tensor crosses a
+stage boundary: as its producer makes it, sums taken.
 """
 
 from __future__ import annotations
@@ -102,8 +103,22 @@ class Setting:
 
 def no_figures(num_stages: int) -> Figures:
     """Figures of a plan that nothing has priced: zero everywhere."""
-    nothing = StageEstimate(forward_s=0.0, backward_s=0.0, communication_s=0.0, send_s=0.0, step_s=0.0, memory=MemoryEstimate(
-        parameters=0, gradients=0, optimizer_state=0, activations=0, transient=0, reserve=0))  # fmt: skip
+    nothing = StageEstimate(
+        forward_s=0.0,
+        backward_s=0.0,
+        communication_s=0.0,
+        send_s=0.0,
+        step_s=0.0,
+        memory=MemoryEstimate(
+            # fmt: skip
+            parameters=0,
+            gradients=0,
+            optimizer_state=0,
+            activations=0,
+            transient=0,
+            reserve=0,
+        ),
+    )
     estimate = Estimate(step_time_s=0.0, compute_s=0.0, communication_s=0.0, bubble_s=0.0, optimizer_s=0.0, peak_memory_bytes=0,
                         peak_stage=0, mfu=0.0, sources={})  # fmt: skip
     return Figures((nothing,) * num_stages, estimate)
@@ -132,7 +147,9 @@ def assemble(setting: Setting, decision: Decision, figures: Figures) -> Plan:
         model=ModelSummary(
             name=graph.name,
             num_parameters=graph.num_parameters,
-            num_trainable_parameters=sum(v.meta.numel for v in graph.of_kind("parameter") if v.requires_grad),
+            num_trainable_parameters=sum(
+                v.meta.numel for v in graph.of_kind("parameter") if v.requires_grad
+            ),
             num_ops=len(graph.ops),
             flop_per_step=figures.flop_per_step,
             batch_size=setting.batch.size,
@@ -153,7 +170,14 @@ def assemble(setting: Setting, decision: Decision, figures: Figures) -> Plan:
         estimate=figures.estimate,
         alternatives=figures.alternatives,
         search=figures.search
-        or SearchReport(num_candidates=1, num_rejected=0, gap=0.0, optimal=False, idle_devices=_idle(setting, decision), idle_reason=""),
+        or SearchReport(
+            num_candidates=1,
+            num_rejected=0,
+            gap=0.0,
+            optimal=False,
+            idle_devices=_idle(setting, decision),
+            idle_reason="",
+        ),
     )
     plan.verify()
     return plan
@@ -166,9 +190,26 @@ def _idle(setting: Setting, decision: Decision) -> int:
 def fingerprint(setting: Setting) -> Fingerprint:
     """Stable digests of all that decides whether a plan still holds."""
     signature = [(t.path, t.shape, t.dtype) for t in setting.signature.tensors]
-    inputs = json.dumps([signature, sorted(setting.signature.constants.items(), key=str), setting.signature.positional], default=str)
+    inputs = json.dumps(
+        [
+            signature,
+            sorted(setting.signature.constants.items(), key=str),
+            setting.signature.positional,
+        ],
+        default=str,
+    )
     settings = setting.settings
-    wishes = json.dumps([settings.mode, settings.optimizer, settings.precision, settings.memory_reserve, settings.pins], sort_keys=True, default=str)
+    wishes = json.dumps(
+        [
+            settings.mode,
+            settings.optimizer,
+            settings.precision,
+            settings.memory_reserve,
+            settings.pins,
+        ],
+        sort_keys=True,
+        default=str,
+    )
     return Fingerprint(
         graph=setting.graph.digest,
         inputs=hashlib.sha256(inputs.encode()).hexdigest()[:16],
@@ -179,14 +220,29 @@ def fingerprint(setting: Setting) -> Fingerprint:
 
 
 def boundary_layout(made: Layout) -> Layout:
-    """The layout in which a value crosses to the next stage: as made, with sums taken on both ways."""
+    """The layout in which a value crosses to the next stage: as made, with sums taken on both
+    ways.
+    """
     value = ShardingSpec(tuple(R if isinstance(p, Partial) else p for p in made.value))
     return Layout(value, without_gradient(value))
 
 
-def _stages(graph: Graph, stages: tuple[StageCut, ...], decision: Decision, figures: Figures) -> tuple[StagePlan, ...]:
-    made = {n: layout for op in graph.ops for n, layout in zip(op.outputs, decision.strategies[op.name].outputs) if n}
-    home = {n: s for s, cut in reversed(list(enumerate(stages))) for op in cut.ops for n in op.outputs if n}
+def _stages(
+    graph: Graph, stages: tuple[StageCut, ...], decision: Decision, figures: Figures
+) -> tuple[StagePlan, ...]:
+    made = {
+        n: layout
+        for op in graph.ops
+        for n, layout in zip(op.outputs, decision.strategies[op.name].outputs)
+        if n
+    }
+    home = {
+        n: s
+        for s, cut in reversed(list(enumerate(stages)))
+        for op in cut.ops
+        for n in op.outputs
+        if n
+    }
     found = []
     for index, cut in enumerate(stages):
         receives = []
@@ -198,7 +254,12 @@ def _stages(graph: Graph, stages: tuple[StageCut, ...], decision: Decision, figu
                 local *= size
             receives.append(
                 BoundaryTensor(
-                    name=name, from_stage=home[name], shape=meta.shape, dtype=meta.dtype, layout=str(layout), size_bytes=local * DTYPE_BYTES[meta.dtype]
+                    name=name,
+                    from_stage=home[name],
+                    shape=meta.shape,
+                    dtype=meta.dtype,
+                    layout=str(layout),
+                    size_bytes=local * DTYPE_BYTES[meta.dtype],
                 )
             )
         found.append(
@@ -222,7 +283,9 @@ def _holders(name: str, stages: tuple[StageCut, ...]) -> tuple[int, ...]:
     return tuple(s for s, cut in enumerate(stages) if name in cut.values) or (0,)
 
 
-def _parameters(graph: Graph, stages: tuple[StageCut, ...], decision: Decision) -> dict[str, ParameterPlan]:
+def _parameters(
+    graph: Graph, stages: tuple[StageCut, ...], decision: Decision
+) -> dict[str, ParameterPlan]:
     entries = {}
     aliases = {group[0]: group for group in graph.shared}
     for value in graph.of_kind("parameter"):
@@ -241,13 +304,18 @@ def _parameters(graph: Graph, stages: tuple[StageCut, ...], decision: Decision) 
     return entries
 
 
-def _buffers(graph: Graph, stages: tuple[StageCut, ...], non_persistent: frozenset[str]) -> dict[str, BufferPlan]:
+def _buffers(
+    graph: Graph, stages: tuple[StageCut, ...], non_persistent: frozenset[str]
+) -> dict[str, BufferPlan]:
     entries = {}
     aliases = {group[0]: group for group in graph.shared}
     for value in graph.of_kind("buffer"):
         for name in aliases.get(value.name, (value.name,)):
             entries[name] = BufferPlan(
-                shape=value.meta.shape, dtype=value.meta.dtype, persistent=name not in non_persistent, stages=_holders(value.name, stages)
+                shape=value.meta.shape,
+                dtype=value.meta.dtype,
+                persistent=name not in non_persistent,
+                stages=_holders(value.name, stages),
             )
     return entries
 

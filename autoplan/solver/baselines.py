@@ -3,9 +3,11 @@
 
 - "data parallel": every rank the whole model, gradients reduced once per step.
 - "fsdp": every parameter split over all ranks and gathered where it is used (ZeRO-3).
-- "grid": the best tp x pp x dp with equal layers per stage and ZeRO-1, as Megatron-LM is configured.
+- "grid": the best tp x pp x dp with equal layers per stage and ZeRO-1, as Megatron-LM is
+  configured.
 
-Each may still choose microbatches and recomputation. "Better than data parallel" is then a test, not a claim.
+Each may still choose microbatches and recomputation. "Better than data parallel" is then a test,
+not a claim.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def _best(search: Search, pinned: Pinned) -> Priced | None:
 
 
 def _best_grid(search: Search) -> Priced | None:
-    """Every degree, every microbatch count, none left out: the search's own shortcuts are not taken."""
+    """Every degree, every microbatch count, none left out: the search's own shortcuts are not
+    taken.
+    """
     best: Priced | None = None
     num_layers = len(search.space.layers.layers)
     free = _like(search, Pinned(zero=1))
@@ -61,4 +65,12 @@ def _equal(num_layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _like(search: Search, pinned: Pinned) -> Search:
-    return Search(search.space, search.cluster, pinned, search.training, search.optimizer, search.limit_bytes, search.time_limit_s)
+    return Search(
+        search.space,
+        search.cluster,
+        pinned,
+        search.training,
+        search.optimizer,
+        search.limit_bytes,
+        search.time_limit_s,
+    )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A smaller intra-op problem with the same answers: ops that feed one op alone are merged with it.
 
-Merging u into v (u's tensor goes to v and nowhere else) makes one op whose strategies are pairs. Pairs that look the same to
-all other ops compete: only those that no other one beats in seconds, held bytes and transient bytes are kept, so every
-solution that matters survives and memory limits stay exact. A pair is merged only where that does not make the problem
-larger; chains of pointwise ops and views shrink to the strategies of their ends. Source of the idea: exact node reductions of the
-IOPDDL contest (PLANNERS 7.24).
+Merging u into v (u's tensor goes to v and nowhere else) makes one op whose strategies are pairs.
+Pairs that look the same to all other ops compete: only those that no other one beats in seconds,
+held bytes and transient bytes are kept, so every solution that matters survives and memory limits
+stay exact. A pair is merged only where that does not make the problem larger; chains of pointwise
+ops and views shrink to the strategies of their ends. Source of the idea: exact node reductions of
+the IOPDDL contest (PLANNERS 7.24).
 """
 
 from __future__ import annotations
@@ -28,19 +29,30 @@ def contract(problem: IntraOpProblem) -> tuple[IntraOpProblem, Expand]:
 
 
 class _Node:
-    """A merged op: parallel arrays over its strategies, and which original strategies each stands for."""
+    """A merged op: parallel arrays over its strategies, and which original strategies each stands
+    for.
+    """
 
-    def __init__(self, cost: Floats, held: Floats, transient: Floats, members: tuple[int, ...], picks: Ints) -> None:
+    def __init__(
+        self, cost: Floats, held: Floats, transient: Floats, members: tuple[int, ...], picks: Ints
+    ) -> None:
         self.cost, self.held, self.transient = cost, held, transient
-        self.members, self.picks = members, picks  # original ops; [strategy, member] -> original strategy
+        self.members, self.picks = (
+            members,
+            picks,
+        )  # original ops; [strategy, member] -> original strategy
 
 
 class _Contractor:
     def __init__(self, problem: IntraOpProblem) -> None:
         self.problem = problem
         self.nodes: dict[int, _Node] = {
-            v: _Node(cost, held, transient, (v,), np.arange(cost.size, dtype=np.int64).reshape(-1, 1))
-            for v, (cost, held, transient) in enumerate(zip(problem.node_cost_s, problem.node_bytes, problem.node_transient_bytes))
+            v: _Node(
+                cost, held, transient, (v,), np.arange(cost.size, dtype=np.int64).reshape(-1, 1)
+            )
+            for v, (cost, held, transient) in enumerate(
+                zip(problem.node_cost_s, problem.node_bytes, problem.node_transient_bytes)
+            )
         }
         self.edges: dict[int, Edge] = dict(enumerate(problem.edges))
         self.touching: dict[int, set[int]] = {v: set() for v in self.nodes}
@@ -66,11 +78,19 @@ class _Contractor:
         return len(self.touching[edge.producer] & self.touching[edge.consumer]) == 1
 
     def merge(self, number: int) -> set[int]:
-        """Merges an edge's ends if that pays; gives the edges of the merged op, to be looked at again."""
+        """Merges an edge's ends if that pays; gives the edges of the merged op, to be looked at
+        again.
+        """
         edge = self.edges[number]
         u, v = self.nodes[edge.producer], self.nodes[edge.consumer]
-        matrix, held_matrix = self.problem.conversion_cost_s[edge.group], self.problem.conversion_bytes[edge.group]
-        a, b = (x.ravel() for x in np.meshgrid(np.arange(u.cost.size), np.arange(v.cost.size), indexing="ij"))
+        matrix, held_matrix = (
+            self.problem.conversion_cost_s[edge.group],
+            self.problem.conversion_bytes[edge.group],
+        )
+        a, b = (
+            x.ravel()
+            for x in np.meshgrid(np.arange(u.cost.size), np.arange(v.cost.size), indexing="ij")
+        )
         cost = u.cost[a] + v.cost[b] + matrix[edge.produced[a], edge.consumed[b]]
         held = u.held[a] + v.held[b] + held_matrix[edge.produced[a], edge.consumed[b]]
         transient = np.maximum(u.transient[a], v.transient[b])
@@ -81,11 +101,22 @@ class _Contractor:
             rim = self.edges[other]
             faces += [rim.produced[index]] if rim.producer == node else []
             faces += [rim.consumed[index]] if rim.consumer == node else []
-        keep = _undominated(cost, held, transient, np.stack(faces, 1) if faces else np.zeros((a.size, 0), dtype=np.int64))
+        keep = _undominated(
+            cost,
+            held,
+            transient,
+            np.stack(faces, 1) if faces else np.zeros((a.size, 0), dtype=np.int64),
+        )
         if keep.size == 0 or keep.size > max(u.cost.size + v.cost.size, 1):
             return set()
         a, b = a[keep], b[keep]
-        merged = _Node(cost[keep], held[keep], transient[keep], u.members + v.members, np.concatenate((u.picks[a], v.picks[b]), axis=1))
+        merged = _Node(
+            cost[keep],
+            held[keep],
+            transient[keep],
+            u.members + v.members,
+            np.concatenate((u.picks[a], v.picks[b]), axis=1),
+        )
         return self.replace(number, merged, a, b)
 
     def replace(self, number: int, merged: _Node, a: Ints, b: Ints) -> set[int]:
@@ -94,7 +125,12 @@ class _Contractor:
         around = (self.touching.pop(first) | self.touching.pop(second)) - {number}
         for other in around:
             rim = self.edges[other]
-            produced, consumed, producer, consumer = rim.produced, rim.consumed, rim.producer, rim.consumer
+            produced, consumed, producer, consumer = (
+                rim.produced,
+                rim.consumed,
+                rim.producer,
+                rim.consumer,
+            )
             if producer in (first, second):
                 produced, producer = produced[a if producer == first else b], first
             if consumer in (first, second):
@@ -116,7 +152,14 @@ class _Contractor:
             node_bytes=tuple(n.held for n in nodes),
             node_transient_bytes=tuple(n.transient for n in nodes),
             edges=tuple(
-                Edge(place[e.producer], place[e.consumer], e.produced, e.consumed, renumbered[e.group]) for _, e in sorted(self.edges.items())
+                Edge(
+                    place[e.producer],
+                    place[e.consumer],
+                    e.produced,
+                    e.consumed,
+                    renumbered[e.group],
+                )
+                for _, e in sorted(self.edges.items())
             ),
             conversion_cost_s=tuple(self.problem.conversion_cost_s[g] for g in groups),
             conversion_bytes=tuple(self.problem.conversion_bytes[g] for g in groups),
@@ -134,8 +177,14 @@ class _Contractor:
 
 
 def _undominated(cost: Floats, held: Floats, transient: Floats, faces: Ints) -> Ints:
-    """Indices of the pairs that no pair with the same face beats or equals in all three; infinite costs never stay."""
-    order = np.lexsort((transient, held, cost, *faces.T[::-1])) if faces.shape[1] else np.lexsort((transient, held, cost))
+    """Indices of the pairs that no pair with the same face beats or equals in all three; infinite
+    costs never stay.
+    """
+    order = (
+        np.lexsort((transient, held, cost, *faces.T[::-1]))
+        if faces.shape[1]
+        else np.lexsort((transient, held, cost))
+    )
     kept: list[int] = []
     front: list[int] = []
     previous: bytes | None = None
@@ -145,7 +194,9 @@ def _undominated(cost: Floats, held: Floats, transient: Floats, faces: Ints) -> 
         face = faces[i].tobytes()
         if face != previous:
             front, previous = [], face
-        if not any(held[j] <= held[i] and transient[j] <= transient[i] for j in front):  # those before it cost no more
+        if not any(
+            held[j] <= held[i] and transient[j] <= transient[i] for j in front
+        ):  # those before it cost no more
             front.append(i)
             kept.append(i)
     return np.array(sorted(kept), dtype=np.int64)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One candidate layout, from tables to a priced decision: the integer program for strategies, the stage program for cuts.
+"""One candidate layout, from tables to a priced decision: the integer program for strategies, the
+stage program for cuts.
 
-A candidate fixes degrees, microbatches and recomputation. `CandidateSolver` writes the folded intra-op problem of an average
-stage, solves it at the memory that a stage has, turns the choices into per-layer costs, partitions the layers and replays
-the schedule. What comes out is exact for the cost model: the same sums that the plan reports.
+A candidate fixes degrees, microbatches and recomputation. `CandidateSolver` writes the folded
+intra-op problem of an average stage, solves it at the memory that a stage has, turns the choices
+into per-layer costs, partitions the layers and replays the schedule. What comes out is exact for
+the cost model: the same sums that the plan reports.
 """
 
 from __future__ import annotations
@@ -120,42 +122,65 @@ class CandidateSolver:
     def __init__(self, tables: CostTables, layers: Layers, cluster: Cluster, candidate: Candidate, *, training: bool, limit_bytes: float,
                  stage_layers: tuple[int, ...] | None, time_limit_s: float) -> None:  # fmt: skip
         self.tables, self.layers, self.cluster, self.candidate = tables, layers, cluster, candidate
-        self.training, self.limit_bytes, self.stage_layers, self.time_limit_s = training, limit_bytes, stage_layers, time_limit_s
+        self.training, self.limit_bytes, self.stage_layers, self.time_limit_s = (
+            training,
+            limit_bytes,
+            stage_layers,
+            time_limit_s,
+        )
         self.folded = tables.folded
         self.graph: Graph = self.folded.graph
         self.recomputed = self._recomputed_ops()
-        self.in_flight = 1 if not training else candidate.num_microbatches if candidate.schedule == "gpipe" else min(candidate.pp, candidate.num_microbatches)
+        self.in_flight = (
+            1
+            if not training
+            else candidate.num_microbatches
+            if candidate.schedule == "gpipe"
+            else min(candidate.pp, candidate.num_microbatches)
+        )
         self.passes = candidate.num_microbatches + candidate.pp - 1
 
     def _recomputed_ops(self) -> frozenset[str]:
         if not self.candidate.recompute:
             return frozenset()
-        return frozenset(name for layer in self.layers.layers if layer.is_block for name in layer.ops)
+        return frozenset(
+            name for layer in self.layers.layers if layer.is_block for name in layer.ops
+        )
 
     def _forward_runs(self, op: str) -> float:
         return 2.0 if op in self.recomputed else 1.0
 
-    # -- the integer program --------------------------------------------------------------------------------------
+    # -- the integer program
+    # --------------------------------------------------------------------------------------
 
     def solve(self, beat_s: float = np.inf) -> Priced:
         """The fastest choices that fit.
 
-        The program is solved without its memory row first: that suffices where memory is plenty, and where even so it is no
-        faster than `beat_s` it is the answer that will be discarded. Then at the device's memory, and for pipelines, whose stages are
-        not average, at somewhat less until the cut fits.
+        The program is solved without its memory row first: that suffices where memory is plenty,
+            and where even so it is no
+        faster than `beat_s` it is the answer that will be discarded. Then at the device's memory,
+        and for pipelines, whose stages are not average, at somewhat less until the cut fits.
 
         Raises:
-            InfeasibleError: Nothing fits, or nothing that fits is faster than `beat_s`; the message says which.
+            InfeasibleError: Nothing fits, or nothing that fits is faster than `beat_s`; the message
+                says which.
         """
         error = self._hopeless()
         if error is not None:
             raise error
         problem, names = self._problem()
         smaller, original = contract(problem)
-        limits: tuple[float | None, ...] = (None, self.limit_bytes, 0.85 * self.limit_bytes, 0.7 * self.limit_bytes)
+        limits: tuple[float | None, ...] = (
+            None,
+            self.limit_bytes,
+            0.85 * self.limit_bytes,
+            0.7 * self.limit_bytes,
+        )
         for limit in limits if self.candidate.pp > 1 else limits[:2]:
             try:
-                solution = solve_intra_op(replace(smaller, memory_limit_bytes=limit), time_limit_s=self.time_limit_s)
+                solution = solve_intra_op(
+                    replace(smaller, memory_limit_bytes=limit), time_limit_s=self.time_limit_s
+                )
                 fits = solution.held_bytes + solution.transient_bytes <= self.limit_bytes
                 choices = original(solution.choices)
                 if limit is None and not (fits and self.candidate.pp == 1):
@@ -172,17 +197,29 @@ class CandidateSolver:
         raise error
 
     def _hopeless(self) -> InfeasibleError | None:
-        """A refusal without solving: every op and parameter at its own least bytes is already too much.
+        """A refusal without solving: every op and parameter at its own least bytes is already too
+        much.
 
-        With held bytes H and saved bytes A of the whole model, a stage of share x that holds f microbatches needs x (H + f A);
-        the shares of all stages sum up to 1, so no cut needs less than 1 / sum_s 1 / (H + f_s A) on its fullest device.
+        With held bytes H and saved bytes A of the whole model, a stage of share x that holds f
+        microbatches needs x (H + f A); the shares of all stages sum up to 1, so no cut needs less
+        than 1 / sum_s 1 / (H + f_s A) on its fullest device.
         """
         tables, count = self.tables, self.folded.count
-        held = sum(count[n] * min(t.held_bytes(i) for i in range(len(t.strategies))) for n, t in tables.parameters.items())
-        saved = sum(count[n] * min(t.saved_bytes) for n, t in tables.ops.items() if n not in self.recomputed)
-        saved += sum(count[n] * float(self._handed_on(n).min()) for n in self.recomputed if n in tables.ops)
+        held = sum(
+            count[n] * min(t.held_bytes(i) for i in range(len(t.strategies)))
+            for n, t in tables.parameters.items()
+        )
+        saved = sum(
+            count[n] * min(t.saved_bytes) for n, t in tables.ops.items() if n not in self.recomputed
+        )
+        saved += sum(
+            count[n] * float(self._handed_on(n).min()) for n in self.recomputed if n in tables.ops
+        )
         stages, m = self.candidate.pp, self.candidate.num_microbatches
-        flights = [min(m, stages - s) if self.candidate.schedule == "1f1b" else self.in_flight for s in range(stages)]
+        flights = [
+            min(m, stages - s) if self.candidate.schedule == "1f1b" else self.in_flight
+            for s in range(stages)
+        ]
         least = 1.0 / max(sum(1.0 / max(held + f * saved, 1e-9) for f in flights), 1e-30)
         if least <= self.limit_bytes:
             return None
@@ -193,21 +230,40 @@ class CandidateSolver:
         )
 
     def _problem(self) -> tuple[IntraOpProblem, list[str]]:
-        """The average stage: every op with its multiplicity over the stages; leaves with one layout are no nodes."""
+        """The average stage: every op with its multiplicity over the stages; leaves with one layout
+        are no nodes.
+        """
         tables, folded, pp = self.tables, self.folded, self.candidate.pp
         names = [*tables.ops, *(f"parameter:{n}" for n in tables.parameters)]
         costs, held, transient = [], [], []
         for name, table in tables.ops.items():
             weight = folded.count[name] / pp
             runs = self._forward_runs(name)
-            seconds = np.array([runs * f + b + c * runs for f, b, c in zip(table.forward_s, table.backward_s, table.communication_s)])
+            seconds = np.array(
+                [
+                    runs * f + b + c * runs
+                    for f, b, c in zip(table.forward_s, table.backward_s, table.communication_s)
+                ]
+            )
             costs.append(seconds * weight * self.passes)
-            held.append(self._activation_weight(name) * np.array(table.saved_bytes) + self._crossing_bytes(name))
+            held.append(
+                self._activation_weight(name) * np.array(table.saved_bytes)
+                + self._crossing_bytes(name)
+            )
             transient.append(np.array(table.transient_bytes))
         for name, parameter in tables.parameters.items():
             weight = folded.count[name] / pp
-            costs.append(weight * (np.array(parameter.step_s) + np.array(parameter.reduce_s) * self.candidate.num_microbatches))
-            held.append(weight * np.array([parameter.held_bytes(i) for i in range(len(parameter.strategies))]))
+            costs.append(
+                weight
+                * (
+                    np.array(parameter.step_s)
+                    + np.array(parameter.reduce_s) * self.candidate.num_microbatches
+                )
+            )
+            held.append(
+                weight
+                * np.array([parameter.held_bytes(i) for i in range(len(parameter.strategies))])
+            )
             transient.append(np.zeros(len(parameter.strategies)))
         costs.append(np.zeros(1))  # leaves: inputs and buffers, whole everywhere
         held.append(np.zeros(1))
@@ -225,7 +281,9 @@ class CandidateSolver:
         return problem, names
 
     def _activation_weight(self, op: str) -> float:
-        """How many copies of an op's saved tensors a device holds: one layer's worth where the layer is recomputed."""
+        """How many copies of an op's saved tensors a device holds: one layer's worth where the
+        layer is recomputed.
+        """
         if op in self.recomputed:
             return 1.0
         return self.folded.count[op] / self.candidate.pp * self.in_flight
@@ -237,16 +295,25 @@ class CandidateSolver:
         return self._handed_on(op) * (self.folded.count[op] / self.candidate.pp * self.in_flight)
 
     def _handed_on(self, op: str) -> np.ndarray:
-        """Bytes of an op's outputs that later layers use, per strategy: what one recomputed layer keeps of it."""
+        """Bytes of an op's outputs that later layers use, per strategy: what one recomputed layer
+        keeps of it.
+        """
         table = self.tables.ops[op]
         total = np.zeros(len(table.strategies))
         for k, name in enumerate(table.op.outputs):
             if name and name in self.folded.crossing and self.graph.values[name].requires_grad:
                 size = self.graph.values[name].meta.size_bytes
-                total += np.array([size / s.outputs[k].value.num_shards(self.tables.mesh.axis_sizes) for s in table.strategies])
+                total += np.array(
+                    [
+                        size / s.outputs[k].value.num_shards(self.tables.mesh.axis_sizes)
+                        for s in table.strategies
+                    ]
+                )
         return total
 
-    def _edges(self, place: Mapping[str, int], leaf: int) -> tuple[list[Edge], list[np.ndarray], list[np.ndarray]]:
+    def _edges(
+        self, place: Mapping[str, int], leaf: int
+    ) -> tuple[list[Edge], list[np.ndarray], list[np.ndarray]]:
         edges: list[Edge] = []
         conversion_cost, conversion_bytes = [], []
         grouped: dict[str, list[tuple[str, int, int]]] = {}
@@ -267,30 +334,53 @@ class CandidateSolver:
                 conversion_bytes.append(np.array(table.saved_bytes) * weight)
                 where = {layout: q for q, layout in enumerate(table.wanted)}
                 for consumer, slot, _ in mine:
-                    consumed = np.array([where[s.inputs[slot]] for s in self.tables.ops[consumer].strategies], dtype=np.int64)
-                    edges.append(Edge(producer, place[consumer], produced, consumed, len(conversion_cost) - 1))
+                    consumed = np.array(
+                        [where[s.inputs[slot]] for s in self.tables.ops[consumer].strategies],
+                        dtype=np.int64,
+                    )
+                    edges.append(
+                        Edge(
+                            producer, place[consumer], produced, consumed, len(conversion_cost) - 1
+                        )
+                    )
         return edges, conversion_cost, conversion_bytes
 
-    def _producer(self, value: str, made: tuple[Layout, ...], place: Mapping[str, int], leaf: int) -> tuple[int, np.ndarray]:
+    def _producer(
+        self, value: str, made: tuple[Layout, ...], place: Mapping[str, int], leaf: int
+    ) -> tuple[int, np.ndarray]:
         where = {layout: p for p, layout in enumerate(made)}
         if value in self.tables.parameters:
             strategies = self.tables.parameters[value].strategies
-            return place[f"parameter:{value}"], np.array([where[s.used] for s in strategies], dtype=np.int64)
+            return place[f"parameter:{value}"], np.array(
+                [where[s.used] for s in strategies], dtype=np.int64
+            )
         if value not in self.graph.producers:
             return leaf, np.zeros(1, dtype=np.int64)
         maker = self.graph.ops[self.graph.producers[value]]
         at = maker.outputs.index(value)
         strategies_ = self.tables.ops[maker.name].strategies
-        return place[maker.name], np.array([where[s.outputs[at]] for s in strategies_], dtype=np.int64)
+        return place[maker.name], np.array(
+            [where[s.outputs[at]] for s in strategies_], dtype=np.int64
+        )
 
-    # -- from choices to a price ------------------------------------------------------------------------------------
+    # -- from choices to a price
+    # ------------------------------------------------------------------------------------
 
-    def _price(self, solution: IntraOpSolution, choices: tuple[int, ...], names: list[str], limit_bytes: float) -> Priced:
+    def _price(
+        self,
+        solution: IntraOpSolution,
+        choices: tuple[int, ...],
+        names: list[str],
+        limit_bytes: float,
+    ) -> Priced:
         chosen = dict(zip(names, choices))
         prices = self._layer_prices(chosen)
         send = self._send_s(chosen)
         shared = self._shared_parameters(chosen)
-        columns = {key: np.array([[getattr(p, key) for p in prices]]) for key in ("forward_s", "backward_s", "step_s", "held_bytes", "activation_bytes")}
+        columns = {
+            key: np.array([[getattr(p, key) for p in prices]])
+            for key in ("forward_s", "backward_s", "step_s", "held_bytes", "activation_bytes")
+        }
         costs = LayerCosts(
             forward_s=columns["forward_s"],
             backward_s=columns["backward_s"],
@@ -309,7 +399,9 @@ class CandidateSolver:
             memory_limit_bytes=limit_bytes,
             stage_layers=self.stage_layers,
         )
-        gap = (solution.objective_s - solution.bound_s) / max(solution.objective_s, TIME_UNIT_FLOOR_S)
+        gap = (solution.objective_s - solution.bound_s) / max(
+            solution.objective_s, TIME_UNIT_FLOOR_S
+        )
         return Priced(
             self.candidate,
             {n: t.strategies[chosen[n]] for n, t in self.tables.ops.items()},
@@ -333,13 +425,23 @@ class CandidateSolver:
                 by_class[layer.block_class] = self._layer_price(layer.ops, chosen, inputs_of)
             result.append(by_class[layer.block_class])
         common = self._layer_price(self._shared_ops(), chosen, inputs_of)
-        return [_plus(price, common, first=i == 0, in_flight=self.in_flight) for i, price in enumerate(result)]
+        return [
+            _plus(price, common, first=i == 0, in_flight=self.in_flight)
+            for i, price in enumerate(result)
+        ]
 
     def _shared_ops(self) -> tuple[str, ...]:
-        layered = {self.folded.representative.get(n, n) for layer in self.layers.layers for n in layer.ops}
+        layered = {
+            self.folded.representative.get(n, n) for layer in self.layers.layers for n in layer.ops
+        }
         return tuple(n for n in self.tables.ops if n not in layered)
 
-    def _layer_price(self, ops: tuple[str, ...], chosen: Mapping[str, int], inputs_of: Mapping[str, list[tuple[str, int, int]]]) -> LayerPrice:
+    def _layer_price(
+        self,
+        ops: tuple[str, ...],
+        chosen: Mapping[str, int],
+        inputs_of: Mapping[str, list[tuple[str, int, int]]],
+    ) -> LayerPrice:
         price = LayerPrice()
         done: set[tuple[str, int, int]] = set()
         parameters: dict[str, None] = {}
@@ -369,7 +471,9 @@ class CandidateSolver:
 
     def _conversion(self, price: LayerPrice, value: str, consumer: str, slot: int, chosen: Mapping[str, int], done: set[tuple[str, int, int]],
                     runs: float) -> float:  # fmt: skip
-        """Adds one use's conversion to a layer's price, once per (value, from, to); gives the bytes autograd keeps of it."""
+        """Adds one use's conversion to a layer's price, once per (value, from, to); gives the bytes
+        autograd keeps of it.
+        """
         table = self.tables.values[value]
         q = table.wanted.index(self.tables.ops[consumer].strategies[chosen[consumer]].inputs[slot])
         p = table.made.index(self._made(value, chosen))
@@ -388,7 +492,11 @@ class CandidateSolver:
         if value not in self.graph.producers:
             return self.tables.values[value].made[0]
         maker = self.graph.ops[self.graph.producers[value]]
-        return self.tables.ops[maker.name].strategies[chosen[maker.name]].outputs[maker.outputs.index(value)]
+        return (
+            self.tables.ops[maker.name]
+            .strategies[chosen[maker.name]]
+            .outputs[maker.outputs.index(value)]
+        )
 
     def _add_parameter(self, price: LayerPrice, name: str, choice: int) -> None:
         table = self.tables.parameters[name]
@@ -400,14 +508,20 @@ class CandidateSolver:
         price.gradient_bytes += table.gradient_bytes[choice]
         price.state_bytes += table.state_bytes[choice]
 
-    def _shared_parameters(self, chosen: Mapping[str, int]) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """Parameters that several layers use: each layer's price has them, a stage holds them once."""
+    def _shared_parameters(
+        self, chosen: Mapping[str, int]
+    ) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """Parameters that several layers use: each layer's price has them, a stage holds them
+        once.
+        """
         users: dict[str, list[int]] = {}
         by_name = {op.name: op for op in self.graph.ops}
         for i, layer in enumerate(self.layers.layers):
             for name in layer.ops:
                 for value in by_name[name].inputs:
-                    if self.graph.values[value].kind == "parameter" and i not in users.setdefault(value, []):
+                    if self.graph.values[value].kind == "parameter" and i not in users.setdefault(
+                        value, []
+                    ):
                         users[value].append(i)
         result = []
         for value, where in users.items():
@@ -431,14 +545,23 @@ class CandidateSolver:
         worst = 0.0
         result = []
         pairs = {(order[s * count], order[(s + 1) * count]) for s in range(self.candidate.pp - 1)}
-        groups = {group_of(self.cluster, pair, min(count, self.cluster.devices_per_host)) for pair in pairs}
+        groups = {
+            group_of(self.cluster, pair, min(count, self.cluster.devices_per_host))
+            for pair in pairs
+        }
         for size in crossing:
-            worst = max(collective_time(profiles, "send", size, group).time_s for group in groups) if size else 0.0
+            worst = (
+                max(collective_time(profiles, "send", size, group).time_s for group in groups)
+                if size
+                else 0.0
+            )
             result.append(worst)
         return result
 
     def _boundary_bytes(self, chosen: Mapping[str, int]) -> list[float]:
-        """Bytes a device sends over each boundary: every chain value made before it and used behind it."""
+        """Bytes a device sends over each boundary: every chain value made before it and used behind
+        it.
+        """
         layer_of = {name: i for i, layer in enumerate(self.layers.layers) for name in layer.ops}
         chain = {op.name for op in chain_ops(self.graph)}
         made, last = {}, {}
@@ -457,12 +580,16 @@ class CandidateSolver:
             name = self.folded.representative.get(value, value)
             for boundary in range(start, last.get(value, start)):
                 layout = boundary_layout(self._made(name, chosen))
-                total[boundary] += self.graph.values[value].meta.size_bytes / layout.value.num_shards(sizes)
+                total[boundary] += self.graph.values[
+                    value
+                ].meta.size_bytes / layout.value.num_shards(sizes)
         return total
 
 
 def _plus(price: LayerPrice, common: LayerPrice, *, first: bool, in_flight: int) -> LayerPrice:
-    """A layer with what every stage runs besides: shared free ops, once in time, and everywhere in memory."""
+    """A layer with what every stage runs besides: shared free ops, once in time, and everywhere in
+    memory.
+    """
     extra = 1.0 if first else 0.0
     return LayerPrice(
         price.forward_s + extra * common.forward_s,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers a plan reports of its decision: per stage and overall, time by kind, memory by term, conversions by name.
+"""The numbers a plan reports of its decision: per stage and overall, time by kind, memory by term,
+conversions by name.
 
 All of them are sums of what the search has priced; nothing is estimated a second way.
 """
@@ -17,7 +18,14 @@ from autoplan.solver.evaluate import CandidateSolver, Priced
 AXES = ("dp", "tp")
 
 
-def make_figures(graph: Graph, priced: Priced, solver: CandidateSolver, limit_bytes: float, cluster: Cluster, report: SearchReport) -> Figures:
+def make_figures(
+    graph: Graph,
+    priced: Priced,
+    solver: CandidateSolver,
+    limit_bytes: float,
+    cluster: Cluster,
+    report: SearchReport,
+) -> Figures:
     """Figures of the priced decision.
 
     Args:
@@ -27,7 +35,10 @@ def make_figures(graph: Graph, priced: Priced, solver: CandidateSolver, limit_by
         cluster: For capacity and peak rates.
         report: The search's account.
     """
-    stages = tuple(_stage(priced, solver, s, cluster.device.memory_bytes - limit_bytes) for s in range(priced.candidate.pp))
+    stages = tuple(
+        _stage(priced, solver, s, cluster.device.memory_bytes - limit_bytes)
+        for s in range(priced.candidate.pp)
+    )
     peaks = [s.memory.total for s in stages]
     candidate = priced.candidate
     m, devices = candidate.num_microbatches, candidate.pp * candidate.dp * candidate.tp
@@ -35,7 +46,10 @@ def make_figures(graph: Graph, priced: Priced, solver: CandidateSolver, limit_by
     communication = max(m * s.communication_s for s in stages)
     step = priced.step_s
     busiest = max(m * (s.forward_s + s.backward_s) + s.step_s for s in stages)
-    optimizer = max(sum(priced.prices[i].optimizer_s for i in range(*bounds)) for bounds in priced.assignment.bounds)
+    optimizer = max(
+        sum(priced.prices[i].optimizer_s for i in range(*bounds))
+        for bounds in priced.assignment.bounds
+    )
     once = max(s.step_s for s in stages)
     flop = flop_per_step(graph, training=solver.training)
     dtype = dtype_of_work(graph)
@@ -57,11 +71,20 @@ def make_figures(graph: Graph, priced: Priced, solver: CandidateSolver, limit_by
 def _stage(priced: Priced, solver: CandidateSolver, stage: int, reserve: float) -> StageEstimate:
     first, last = priced.assignment.bounds[stage]
     prices = priced.prices[first:last]
-    in_flight = solver.in_flight if priced.candidate.schedule != "1f1b" else min(priced.candidate.num_microbatches, priced.candidate.pp - stage)
+    in_flight = (
+        solver.in_flight
+        if priced.candidate.schedule != "1f1b"
+        else min(priced.candidate.num_microbatches, priced.candidate.pp - stage)
+    )
     activations = sum(p.activation_bytes for p in prices) * in_flight
     transient = max(p.transient_bytes for p in prices)
-    held = {key: sum(getattr(p, key) for p in prices) for key in ("parameter_bytes", "gradient_bytes", "state_bytes")}
-    twice = sum(held.values()) + activations + transient - priced.assignment.memory_bytes[stage]  # tied copies inside one stage
+    held = {
+        key: sum(getattr(p, key) for p in prices)
+        for key in ("parameter_bytes", "gradient_bytes", "state_bytes")
+    }
+    twice = (
+        sum(held.values()) + activations + transient - priced.assignment.memory_bytes[stage]
+    )  # tied copies inside one stage
     memory = MemoryEstimate(
         parameters=int(held["parameter_bytes"] - min(max(twice, 0.0), held["parameter_bytes"])),
         gradients=int(held["gradient_bytes"]),
@@ -70,7 +93,15 @@ def _stage(priced: Priced, solver: CandidateSolver, stage: int, reserve: float) 
         transient=int(transient),
         reserve=int(max(reserve, 0.0)) if reserve != float("inf") else 0,
     )
-    send = (priced.send_s[last - 1] if last - 1 < len(priced.send_s) and stage < priced.candidate.pp - 1 else 0.0) if priced.send_s else 0.0
+    send = (
+        (
+            priced.send_s[last - 1]
+            if last - 1 < len(priced.send_s) and stage < priced.candidate.pp - 1
+            else 0.0
+        )
+        if priced.send_s
+        else 0.0
+    )
     return StageEstimate(
         forward_s=sum(p.forward_s for p in prices),
         backward_s=sum(p.backward_s for p in prices),
@@ -93,13 +124,17 @@ def _sources(priced: Priced) -> dict[str, float]:
 
 
 def flop_per_step(graph: Graph, *, training: bool) -> float:
-    """FLOPs of matrix products, convolutions and attention over the whole batch, without recomputation."""
+    """FLOPs of matrix products, convolutions and attention over the whole batch, without
+    recomputation.
+    """
     total = 0.0
     for op in graph.ops:
         inputs = tuple(graph.values[n].meta for n in op.inputs)
         outputs = tuple(graph.values[n].meta if n else TensorMeta((), "bool") for n in op.outputs)
         grads = tuple(graph.values[n].requires_grad for n in op.inputs)
-        kernels = forward_kernels(op, inputs, outputs) + (backward_kernels(op, inputs, outputs, grads) if training and any(grads) else ())
+        kernels = forward_kernels(op, inputs, outputs) + (
+            backward_kernels(op, inputs, outputs, grads) if training and any(grads) else ()
+        )
         total += sum(k.flop for k in kernels if k.family in ("matmul", "convolution", "attention"))
     return total
 
@@ -113,11 +148,18 @@ def dtype_of_work(graph: Graph) -> str:
 
 
 def _conversions(priced: Priced, solver: CandidateSolver) -> tuple[Conversion, ...]:
-    """Every conversion that moves bytes, once per representative, with how often the model has it."""
+    """Every conversion that moves bytes, once per representative, with how often the model has
+    it.
+    """
     folded, tables = solver.folded, solver.tables
     sizes = tables.mesh.axis_sizes
     makers = {n: op for op in folded.ops for n in op.outputs if n}
-    made = {n: priced.strategies[op.name].outputs[i] for op in folded.ops for i, n in enumerate(op.outputs) if n}
+    made = {
+        n: priced.strategies[op.name].outputs[i]
+        for op in folded.ops
+        for i, n in enumerate(op.outputs)
+        if n
+    }
     made.update({n: s.used for n, s in priced.parameters.items()})
     found: dict[tuple[str, str, str], Conversion] = {}
     by_name = {op.name: op for op in folded.ops}
@@ -136,12 +178,16 @@ def _conversions(priced: Priced, solver: CandidateSolver) -> tuple[Conversion, .
         before = found.get(key)
         found[key] = Conversion(
             value=value,
-            module_path=(makers[value].module_path if value in makers else by_name[consumer].module_path),
+            module_path=(
+                makers[value].module_path if value in makers else by_name[consumer].module_path
+            ),
             source=str(source),
             target=str(target),
             forward=tuple(f"{m.kind} {AXES[m.axis]}" for m in ahead),
             backward=tuple(f"{m.kind} {AXES[m.axis]}" for m in back),
-            size_bytes=int(folded.graph.values[value].meta.size_bytes / source.value.num_shards(sizes)),
+            size_bytes=int(
+                folded.graph.values[value].meta.size_bytes / source.value.num_shards(sizes)
+            ),
             time_s=table.forward_s[p][q] + table.backward_s[p][q],
             count=max(count, before.count if before else 0),
         )

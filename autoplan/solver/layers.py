@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers: ops that a pipeline never parts, and which of them are equal.
 
-The chain of a graph (`sharding/cutting.py`) is grouped by the repeated modules it comes from (`model.layers.3`); what lies
-between is parted at ops that own parameters. Layers with the same ops, shapes, dtypes and wiring form a class; every op,
-parameter and value of a layer has its counterpart in the first layer of its class, its representative. Depth then costs the
-solver nothing: it sees each class once, with its multiplicity.
+The chain of a graph (`sharding/cutting.py`) is grouped by the repeated modules it comes from
+(`model.layers.3`); what lies between is parted at ops that own parameters. Layers with the same
+ops, shapes, dtypes and wiring form a class; every op, parameter and value of a layer has its
+counterpart in the first layer of its class, its representative. Depth then costs the solver
+nothing: it sees each class once, with its multiplicity.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Layers:
     Attributes:
         layers: In order.
         shared_ops: Free ops that several layers use (masks, rotary tables), or that no layer does.
-        representative: Op, value or parameter name -> its counterpart in the first layer of the class; names without one map to themselves.
+        representative: Op, value or parameter name -> its counterpart in the first layer of the
+            class; names without one map to themselves.
     """
 
     layers: tuple[Layer, ...]
@@ -72,12 +74,18 @@ def find_layers(graph: Graph) -> Layers:
         number = classes.setdefault(key, len(classes))
         model = first.setdefault(number, all_ops)
         _pair(graph, all_ops, model, representative)
-        layers.append(Layer(label, tuple(op.name for op in all_ops), ops[0].name, ops[-1].name, number, is_block))
+        layers.append(
+            Layer(
+                label, tuple(op.name for op in all_ops), ops[0].name, ops[-1].name, number, is_block
+            )
+        )
     return Layers(tuple(layers), tuple(shared), representative)
 
 
 def _prefixes(path: str) -> list[str]:
-    """Prefixes of a module path that end in a number, outermost first: "a.3" and "a.3.b.0" of "a.3.b.0.c"."""
+    """Prefixes of a module path that end in a number, outermost first: "a.3" and "a.3.b.0" of
+    "a.3.b.0.c".
+    """
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
 
@@ -85,7 +93,8 @@ def _prefixes(path: str) -> list[str]:
 def _labels(chain: list[Op]) -> dict[str, str | None]:
     """Op -> the repeated module it belongs to.
 
-    The outermost numbered module counts if it has an equal sibling (same ops in number and kind); else the next one inside.
+    The outermost numbered module counts if it has an equal sibling (same ops in number and kind);
+    else the next one inside.
     """
     shape: dict[str, list[str]] = {}
     for op in chain:
@@ -103,8 +112,12 @@ def _labels(chain: list[Op]) -> dict[str, str | None]:
     return labels
 
 
-def _parted(graph: Graph, chain: list[Op], labels: Mapping[str, str | None]) -> list[tuple[str, list[Op], bool]]:
-    """(label, chain ops, is a block) in order; a label that comes twice, or has one op, is not a block."""
+def _parted(
+    graph: Graph, chain: list[Op], labels: Mapping[str, str | None]
+) -> list[tuple[str, list[Op], bool]]:
+    """(label, chain ops, is a block) in order; a label that comes twice, or has one op, is not a
+    block.
+    """
     runs: list[tuple[str | None, list[Op]]] = []
     for op in chain:
         label = labels[op.name]
@@ -123,15 +136,23 @@ def _parted(graph: Graph, chain: list[Op], labels: Mapping[str, str | None]) -> 
     return result
 
 
-def _absorbed(graph: Graph, runs: list[tuple[str | None, list[Op]]]) -> list[tuple[str | None, list[Op]]]:
+def _absorbed(
+    graph: Graph, runs: list[tuple[str | None, list[Op]]]
+) -> list[tuple[str | None, list[Op]]]:
     """Unlabelled ops that belong to a block join it.
 
-    Between two parts of one block they do (an addition in the parent's code); behind blocks of one container, as far as all
-    of them are followed by the same ops without parameters (a residual addition after each).
+    Between two parts of one block they do (an addition in the parent's code); behind blocks of one
+    container, as far as all of them are followed by the same ops without parameters (a residual
+    addition after each).
     """
     merged: list[tuple[str | None, list[Op]]] = []
     for label, ops in runs:
-        if len(merged) >= 2 and label is not None and merged[-1][0] is None and merged[-2][0] == label:
+        if (
+            len(merged) >= 2
+            and label is not None
+            and merged[-1][0] is None
+            and merged[-2][0] == label
+        ):
             merged[-2][1].extend([*merged.pop()[1], *ops])
         else:
             merged.append((label, list(ops)))
@@ -169,7 +190,11 @@ def _attach_free_ops(graph: Graph, free: frozenset[str], layer_of: dict[str, int
     kept = {o for o in (*graph.outputs, graph.loss, *graph.buffer_updates.values()) if o}
     for op in reversed(graph.ops):
         if op.name in free:
-            mine = set().union(*(users.get(n, set()) for n in op.outputs if n)) if op.outputs else set()
+            mine = (
+                set().union(*(users.get(n, set()) for n in op.outputs if n))
+                if op.outputs
+                else set()
+            )
             if len(mine) == 1 and -1 not in mine and not kept.intersection(op.outputs):
                 layer_of[op.name] = next(iter(mine))
             else:
@@ -181,7 +206,9 @@ def _attach_free_ops(graph: Graph, free: frozenset[str], layer_of: dict[str, int
 
 
 def _signature(graph: Graph, ops: list[Op], layer_of: Mapping[str, int]) -> tuple[object, ...]:
-    """What makes two layers equal: ops, arguments, metas, wiring inside, and what kind of thing comes from outside."""
+    """What makes two layers equal: ops, arguments, metas, wiring inside, and what kind of thing
+    comes from outside.
+    """
     place: dict[str, tuple[int, int]] = {}
     producers = graph.producers
     shared = {n for group in graph.shared for n in group}
@@ -195,7 +222,16 @@ def _signature(graph: Graph, ops: list[Op], layer_of: Mapping[str, int]) -> tupl
                 inputs.append(("inside", place[name]))
             elif value.kind == "parameter":
                 number = order.setdefault(name, len(order))
-                inputs.append(("parameter", number, value.meta, value.requires_grad, value.stored_dtype, name if name in shared else ""))
+                inputs.append(
+                    (
+                        "parameter",
+                        number,
+                        value.meta,
+                        value.requires_grad,
+                        value.stored_dtype,
+                        name if name in shared else "",
+                    )
+                )
             elif value.kind != "activation":
                 inputs.append((value.kind, name if value.kind != "buffer" else "", value.meta))
             elif graph.ops[producers[name]].name in layer_of:
@@ -205,7 +241,14 @@ def _signature(graph: Graph, ops: list[Op], layer_of: Mapping[str, int]) -> tupl
         for k, name in enumerate(op.outputs):
             place[name] = (i, k)
         metas = tuple(graph.values[n].meta if n else None for n in op.outputs)
-        rows.append((op.signature(), tuple(inputs), metas, tuple(graph.values[n].requires_grad for n in op.outputs if n)))
+        rows.append(
+            (
+                op.signature(),
+                tuple(inputs),
+                metas,
+                tuple(graph.values[n].requires_grad for n in op.outputs if n),
+            )
+        )
     return tuple(rows)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search around the two programs: which degrees, microbatches and recomputation, in order of what they could gain.
+"""The search around the two programs: which degrees, microbatches and recomputation, in order of
+what they could gain.
 
 `Search` enumerates candidates from the cluster's size
-and the user's pins, prices them in order of their lower bounds, stops where the bound passes the best, and keeps a reason for every
-loser. It gives a `Decision` with its `Figures`.
+and the user's pins, prices them in order of their lower bounds, stops where the bound passes the
+best, and keeps a reason for every loser. It gives a `Decision` with its `Figures`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
 from autoplan.costs.profile import Profiles
-from autoplan.costs.tables import CostTables, Folded, OpTables, PinnedPlacementError, Wishes, build_tables
+from autoplan.costs.tables import (
+    CostTables,
+    Folded,
+    OpTables,
+    PinnedPlacementError,
+    Wishes,
+    build_tables,
+)
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph
 from autoplan.plan import Alternative, SearchReport
@@ -37,7 +45,9 @@ FEW_MICROBATCH_CHOICES = 5  # up to so many are all priced
 
 @dataclass(frozen=True)
 class Part:
-    """What one microbatch runs: the folded graph at its sizes, with rules and block options per representative op."""
+    """What one microbatch runs: the folded graph at its sizes, with rules and block options per
+    representative op.
+    """
 
     folded: Folded
     rules: dict[str, OpRule]
@@ -79,7 +89,8 @@ class Search:
                 return self.best
         raise self.refusal()
 
-    # -- candidates -------------------------------------------------------------------------------------------------
+    # -- candidates
+    # -------------------------------------------------------------------------------------------------
 
     def check_pins(self) -> None:
         """Refuses pins that nothing can satisfy, with the values that can.
@@ -97,25 +108,39 @@ class Search:
                     sizes.setdefault(count, path)
             for count, path in sizes.items():
                 valid = [t for t in range(1, min(n, count) + 1) if count % t == 0]
-                wrong.append(f"{path or 'attention'} has {count} heads, which tp={pinned.tp} does not divide (valid tp: {', '.join(map(str, valid))})")
+                wrong.append(
+                    f"{path or 'attention'} has {count} heads, which tp={pinned.tp} does not divide (valid tp: {', '.join(map(str, valid))})"
+                )
         if pinned.dp is not None and self.space.batch.size % pinned.dp:
             valid = [d for d in range(1, n + 1) if self.space.batch.size % d == 0]
-            wrong.append(f"a batch of {self.space.batch.size} does not divide over dp={pinned.dp} (valid dp: {', '.join(map(str, valid))})")
+            wrong.append(
+                f"a batch of {self.space.batch.size} does not divide over dp={pinned.dp} (valid dp: {', '.join(map(str, valid))})"
+            )
         if pinned.num_microbatches is not None:
             m, size = pinned.num_microbatches, self.space.batch.size
             if size % m:
                 valid = [d for d in range(1, size + 1) if size % d == 0]
-                wrong.append(f"a batch of {size} does not divide into {m} microbatches (valid counts: {', '.join(map(str, valid[:24]))})")
+                wrong.append(
+                    f"a batch of {size} does not divide into {m} microbatches (valid counts: {', '.join(map(str, valid[:24]))})"
+                )
             if m > 1 and self.space.batch.hindrances:
                 op, reason = next(iter(self.space.batch.hindrances.items()))
-                wrong.append(f"the batch cannot be cut into microbatches: {reason} ({self._where(op)}); use num_microbatches=1")
+                wrong.append(
+                    f"the batch cannot be cut into microbatches: {reason} ({self._where(op)}); use num_microbatches=1"
+                )
         if pinned.pp is not None and pinned.pp > len(self.space.layers.layers):
-            wrong.append(f"pp={pinned.pp} stages are more than the model's {len(self.space.layers.layers)} layers, the maximum")
+            wrong.append(
+                f"pp={pinned.pp} stages are more than the model's {len(self.space.layers.layers)} layers, the maximum"
+            )
         product = (pinned.tp or 1) * (pinned.pp or 1) * (pinned.dp or 1)
         if product > n or (None not in (pinned.tp, pinned.pp, pinned.dp) and n % product):
-            wrong.append(f"tp * pp * dp = {product} does not fit {n} devices; the product must divide {n}")
+            wrong.append(
+                f"tp * pp * dp = {product} does not fit {n} devices; the product must divide {n}"
+            )
         if wrong:
-            raise InfeasibleError(f"the pinned layout is not possible: {'; '.join(wrong)}. {self._way_out()}")
+            raise InfeasibleError(
+                f"the pinned layout is not possible: {'; '.join(wrong)}. {self._way_out()}"
+            )
 
     def _where(self, op: str) -> str:
         path = next((o.module_path for o in self.space.graph.ops if o.name == op), "")
@@ -123,8 +148,18 @@ class Search:
 
     def _way_out(self) -> str:
         """A complete layout that works, found by searching without the degree pins."""
-        free = replace(self.pinned, tp=None, pp=None, dp=None, num_microbatches=None, stage_layers=None)
-        other = Search(self.space, self.cluster, free, self.training, self.optimizer, self.limit_bytes, min(self.time_limit_s, 20.0))
+        free = replace(
+            self.pinned, tp=None, pp=None, dp=None, num_microbatches=None, stage_layers=None
+        )
+        other = Search(
+            self.space,
+            self.cluster,
+            free,
+            self.training,
+            self.optimizer,
+            self.limit_bytes,
+            min(self.time_limit_s, 20.0),
+        )
         try:
             best = other.run().candidate
         except InfeasibleError:
@@ -132,7 +167,9 @@ class Search:
         return f"Possible here: tp={best.tp}, dp={best.dp}, pp={best.pp} with {best.num_microbatches} microbatches."
 
     def _device_counts(self) -> Iterator[list[int]]:
-        """Numbers of devices to try together: all, or a divisor where fewer are faster; then, if nothing fits, any number."""
+        """Numbers of devices to try together: all, or a divisor where fewer are faster; then, if
+        nothing fits, any number.
+        """
         n, pinned = self.cluster.num_devices, self.pinned
         if pinned.tp is not None and pinned.pp is not None and pinned.dp is not None:
             yield [pinned.tp * pinned.pp * pinned.dp]
@@ -153,7 +190,12 @@ class Search:
                 continue
             for tp in _divisors(count // pp):
                 dp = count // pp // tp
-                if pinned.tp not in (None, tp) or pinned.dp not in (None, dp) or batch.size % dp or (heads and heads % tp):
+                if (
+                    pinned.tp not in (None, tp)
+                    or pinned.dp not in (None, dp)
+                    or batch.size % dp
+                    or (heads and heads % tp)
+                ):
                     continue
                 for m in self._microbatch_counts(dp, pp):
                     yield from self._variants(Candidate(pp, dp, tp, m, False, "infer"))
@@ -162,11 +204,25 @@ class Search:
         if not self.training:
             yield base
             return
-        names = ["1f1b"] if base.pp > 1 and base.num_microbatches >= base.pp else ["gpipe"] if base.pp > 1 else ["1f1b"]
+        names = (
+            ["1f1b"]
+            if base.pp > 1 and base.num_microbatches >= base.pp
+            else ["gpipe"]
+            if base.pp > 1
+            else ["1f1b"]
+        )
         if self.pinned.schedule is not None:
-            names = [self.pinned.schedule] if base.pp == 1 or self.pinned.schedule == "gpipe" or base.num_microbatches >= base.pp else []
+            names = (
+                [self.pinned.schedule]
+                if base.pp == 1
+                or self.pinned.schedule == "gpipe"
+                or base.num_microbatches >= base.pp
+                else []
+            )
         for name in names:
-            for recompute in (False, True) if self.pinned.recompute is None else (self.pinned.recompute,):
+            for recompute in (
+                (False, True) if self.pinned.recompute is None else (self.pinned.recompute,)
+            ):
                 if recompute and not any(layer.is_block for layer in self.space.layers.layers):
                     continue
                 yield replace(base, schedule=name, recompute=recompute)
@@ -181,28 +237,40 @@ class Search:
         counts = _divisors(batch.size // dp)
         if len(counts) > MOST_MICROBATCH_CHOICES:
             powers = [c for c in counts if c & (c - 1) == 0]
-            counts = powers if len(powers) >= 4 else counts[:: max(1, len(counts) // MOST_MICROBATCH_CHOICES)]
+            counts = (
+                powers
+                if len(powers) >= 4
+                else counts[:: max(1, len(counts) // MOST_MICROBATCH_CHOICES)]
+            )
         return counts
 
-    # -- pricing ----------------------------------------------------------------------------------------------------
+    # -- pricing
+    # ----------------------------------------------------------------------------------------------------
 
     def _explore(self, candidates: list[Candidate], deadline: float) -> None:
-        """Prices layouts in order of their bounds; inside a layout, microbatch counts downwards while that helps.
+        """Prices layouts in order of their bounds; inside a layout, microbatch counts downwards
+        while that helps.
 
-        The most microbatches need the least memory and leave the smallest bubble; fewer of them launch fewer kernels and
-        collectives. A layout that does not fit at the most does not fit at all.
+        The most microbatches need the least memory and leave the smallest bubble; fewer of them
+        launch fewer kernels and collectives. A layout that does not fit at the most does not fit at
+        all.
         """
         groups: dict[Candidate, list[Candidate]] = {}
         for candidate in candidates:
             key = replace(candidate, num_microbatches=0, schedule="")
             groups.setdefault(key, []).append(candidate)
         on_one_host = self.cluster.devices_per_host
-        bounded = sorted((key.tp > on_one_host, min(map(self.least_s, members)), key) for key, members in groups.items())
+        bounded = sorted(
+            (key.tp > on_one_host, min(map(self.least_s, members)), key)
+            for key, members in groups.items()
+        )
         for number, (_, bound, key) in enumerate(bounded):
             members = sorted(groups[key], key=lambda c: -c.num_microbatches)
             self._report("layouts", (number + 1) / len(bounded))
             if self.best is not None and bound >= self.best.step_s:
-                self.rejected[members[0]] = f"cannot beat {format_seconds(self.best.step_s)}: its products alone take {format_seconds(bound)}"
+                self.rejected[members[0]] = (
+                    f"cannot beat {format_seconds(self.best.step_s)}: its products alone take {format_seconds(bound)}"
+                )
             elif self.best is not None and time.monotonic() > deadline:
                 self.rejected[members[0]] = "not priced: the time limit of the search had passed"
                 self.exhaustive = False
@@ -210,14 +278,20 @@ class Search:
                 self._descend(members)
 
     def least_s(self, candidate: Candidate) -> float:
-        """A bound that needs no tables: the model's products at peak on all devices, and the bubble of even stages."""
+        """A bound that needs no tables: the model's products at peak on all devices, and the bubble
+        of even stages.
+        """
         peak = Profiles.of(self.cluster).device.peak(self.space.dtype)[0]
         flop = self.space.training_flop if self.training else self.space.forward_flop
-        work = (flop + (self.space.block_flop if candidate.recompute else 0.0)) / (peak * candidate.num_devices)
+        work = (flop + (self.space.block_flop if candidate.recompute else 0.0)) / (
+            peak * candidate.num_devices
+        )
         return work * (1.0 + (candidate.pp - 1) / candidate.num_microbatches)
 
     def _descend(self, members: list[Candidate]) -> None:
-        """From the most microbatches down: every second count while it helps, then the counts beside the best."""
+        """From the most microbatches down: every second count while it helps, then the counts
+        beside the best.
+        """
         times: dict[int, float] = {}
 
         def seconds(at: int) -> float:
@@ -239,7 +313,8 @@ class Search:
         self.exhaustive &= len(times) == len(members)
 
     def _solver(self, candidate: Candidate) -> CandidateSolver:
-        """The candidate's tables; layouts that differ in recomputation or schedule alone share theirs.
+        """The candidate's tables; layouts that differ in recomputation or schedule alone share
+        theirs.
 
         Raises:
             PinnedPlacementError: A pinned placement is impossible on this mesh.
@@ -248,7 +323,13 @@ class Search:
         if key not in self.tables:
             part = self._part(candidate.num_microbatches)
             levels = (0, 1, 3) if candidate.num_microbatches == 1 else (0, 1, 2, 3)
-            levels = (self.pinned.zero,) if self.pinned.zero is not None else levels if self.training else (0, 3)
+            levels = (
+                (self.pinned.zero,)
+                if self.pinned.zero is not None
+                else levels
+                if self.training
+                else (0, 3)
+            )
             split = self.space.heavy_ops if self.pinned.tp is not None else frozenset()
             wishes = Wishes(self.training, self.optimizer, levels, self.pinned.placements, split)
             self.tables[key] = build_tables(
@@ -277,9 +358,13 @@ class Search:
         return self.parts[num_microbatches]
 
     def price(self, candidate: Candidate) -> float:
-        """The candidate's seconds a step, noted if it may be chosen; inf, with the reason noted, when it is not possible."""
+        """The candidate's seconds a step, noted if it may be chosen; inf, with the reason noted,
+        when it is not possible.
+        """
         try:
-            priced = self._solver(candidate).solve(self.best.step_s if self.best is not None else math.inf)
+            priced = self._solver(candidate).solve(
+                self.best.step_s if self.best is not None else math.inf
+            )
         except NotFasterError as error:
             self.rejected[candidate] = str(error)
             return error.step_s
@@ -304,18 +389,30 @@ class Search:
         if self.progress is not None:
             self.progress(what, share)
 
-    # -- what is said of losers -------------------------------------------------------------------------------------
+    # -- what is said of losers
+    # -------------------------------------------------------------------------------------
 
     def refusal(self) -> InfeasibleError:
-        """Why nothing fits: the layout that needs least, what dominates it, and a number of devices that works."""
+        """Why nothing fits: the layout that needs least, what dominates it, and a number of devices
+        that works.
+        """
         reasons = tuple((str(c), r) for c, r in self.rejected.items())
-        needy = [(e.required_bytes, c, e) for c, e in self.infeasible if e.required_bytes is not None]
+        needy = [
+            (e.required_bytes, c, e) for c, e in self.infeasible if e.required_bytes is not None
+        ]
         if not needy:
-            text = next(iter(self.rejected.values()), "no layout divides the batch, the heads and the devices as pinned")
+            text = next(
+                iter(self.rejected.values()),
+                "no layout divides the batch, the heads and the devices as pinned",
+            )
             return InfeasibleError(f"no plan for {self.cluster.name}: {text}.", candidates=reasons)
         least, candidate, error = min(needy, key=lambda x: (x[0], x[1]))
         more = self._enough_devices()
-        advice = f"{more} devices of the same kind are enough." if more else "Use more devices, smaller inputs or recomputation."
+        advice = (
+            f"{more} devices of the same kind are enough."
+            if more
+            else "Use more devices, smaller inputs or recomputation."
+        )
         return InfeasibleError(
             f"no plan fits {self.cluster.num_devices} x {self.cluster.device.name}: the least any layout needs is {format_bytes(least)} on each device "
             f"({candidate}), {format_bytes(self.limit_bytes)} are available. Largest term: {self._largest_term(candidate)}. {advice}",
@@ -326,13 +423,23 @@ class Search:
         )
 
     def _largest_term(self, candidate: Candidate) -> str:
-        unlimited = Search(self.space, self.cluster, self.pinned, self.training, self.optimizer, math.inf, 10.0)
+        unlimited = Search(
+            self.space, self.cluster, self.pinned, self.training, self.optimizer, math.inf, 10.0
+        )
         unlimited.price(candidate)
         priced = unlimited.priced.get(candidate)
         if priced is None:
             return "parameters"
-        terms = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer state": "state_bytes", "activations": "activation_bytes"}
-        sums = {word: sum(getattr(p, key) for p in priced.prices) / candidate.pp for word, key in terms.items()}
+        terms = {
+            "parameters": "parameter_bytes",
+            "gradients": "gradient_bytes",
+            "optimizer state": "state_bytes",
+            "activations": "activation_bytes",
+        }
+        sums = {
+            word: sum(getattr(p, key) for p in priced.prices) / candidate.pp
+            for word, key in terms.items()
+        }
         word = max(sums, key=lambda k: sums[k])
         return f"{word} {format_bytes(sums[word])}"
 
@@ -343,12 +450,34 @@ class Search:
         bigger = self.cluster
         for _ in range(5):
             hosts = bigger.num_hosts * 2 if bigger.inter_host is not None else 1
-            devices = bigger.devices_per_host if bigger.inter_host is not None else bigger.devices_per_host * 2
-            bigger = replace(bigger, num_hosts=hosts, devices_per_host=devices, rank_hosts=None, fast_pairs=None, pair_link=None)
+            devices = (
+                bigger.devices_per_host
+                if bigger.inter_host is not None
+                else bigger.devices_per_host * 2
+            )
+            bigger = replace(
+                bigger,
+                num_hosts=hosts,
+                devices_per_host=devices,
+                rank_hosts=None,
+                fast_pairs=None,
+                pair_link=None,
+            )
             if bigger.num_devices > 4096:
                 return None
-            other = Search(self.space, bigger, self.pinned, self.training, self.optimizer, self.limit_bytes, 10.0)
-            for candidate in sorted(other.candidates(bigger.num_devices), key=lambda c: (-c.num_microbatches, not c.recompute)):
+            other = Search(
+                self.space,
+                bigger,
+                self.pinned,
+                self.training,
+                self.optimizer,
+                self.limit_bytes,
+                10.0,
+            )
+            for candidate in sorted(
+                other.candidates(bigger.num_devices),
+                key=lambda c: (-c.num_microbatches, not c.recompute),
+            ):
                 other.price(candidate)
                 if other.best is not None:
                     return bigger.num_devices
@@ -359,13 +488,17 @@ class Search:
         assert self.best is not None, "a search that found nothing has no alternatives"
         seen = {(self.best.candidate.pp, self.best.candidate.dp, self.best.candidate.tp)}
         found: list[Alternative] = []
-        for candidate, priced in sorted(self.priced.items(), key=lambda item: (item[1].step_s, item[0])):
+        for candidate, priced in sorted(
+            self.priced.items(), key=lambda item: (item[1].step_s, item[0])
+        ):
             key = (candidate.pp, candidate.dp, candidate.tp)
             if key not in seen and len(found) < top:
                 seen.add(key)
                 found.append(_alternative(candidate, priced, _why_slower(priced, self.best)))
         rest: list[Alternative] = []
-        for candidate, reason in sorted(self.rejected.items(), key=lambda item: (-item[0].num_devices, item[0])):
+        for candidate, reason in sorted(
+            self.rejected.items(), key=lambda item: (-item[0].num_devices, item[0])
+        ):
             key = (candidate.pp, candidate.dp, candidate.tp)
             if key not in seen:
                 seen.add(key)
@@ -388,8 +521,9 @@ class Search:
             idle_devices=idle,
             idle_reason=self._idle_reason(used) if idle else "",
         )
-        return decision, make_figures(self.space.graph, priced, solver, self.limit_bytes, self.cluster, report)
-
+        return decision, make_figures(
+            self.space.graph, priced, solver, self.limit_bytes, self.cluster, report
+        )
 
     def _idle_reason(self, used: int) -> str:
         assert self.best is not None, "a plan was found"
@@ -407,8 +541,13 @@ def expand(space: Space, cluster: Cluster, priced: Priced, solver: CandidateSolv
     candidate = priced.candidate
     representative = space.layers.representative
     graph = solver.graph
-    strategies = {op.name: priced.strategies[representative.get(op.name, op.name)] for op in graph.ops}
-    parameters = {v.name: priced.parameters[representative.get(v.name, v.name)] for v in graph.of_kind("parameter")}
+    strategies = {
+        op.name: priced.strategies[representative.get(op.name, op.name)] for op in graph.ops
+    }
+    parameters = {
+        v.name: priced.parameters[representative.get(v.name, v.name)]
+        for v in graph.of_kind("parameter")
+    }
     layers = space.layers.layers
     stages = [layers[a:b] for a, b in priced.assignment.bounds]
     count = candidate.dp * candidate.tp
@@ -422,7 +561,10 @@ def expand(space: Space, cluster: Cluster, priced: Priced, solver: CandidateSolv
         parameters=parameters,
         bounds=tuple((stage[0].first_op, stage[-1].last_op) for stage in stages),
         layers=tuple(tuple(layer.label for layer in stage) for stage in stages),
-        recompute=tuple(tuple(x.label for x in stage if x.is_block) if candidate.recompute else () for stage in stages),
+        recompute=tuple(
+            tuple(x.label for x in stage if x.is_block) if candidate.recompute else ()
+            for stage in stages
+        ),
         ranks=tuple(tuple(cluster.ranks[s * count : (s + 1) * count]) for s in range(candidate.pp)),
     )
 
@@ -450,10 +592,18 @@ def _alternative(candidate: Candidate, priced: Priced | None, reason: str) -> Al
 def _terms(priced: Priced) -> dict[str, float]:
     """Seconds of the step by kind, summed over a device's work; the bubble is what remains."""
     m, pp = priced.candidate.num_microbatches, priced.candidate.pp
-    communication = sum(p.communication_s for p in priced.prices) * m / pp + sum(p.step_s - p.optimizer_s for p in priced.prices) / pp
+    communication = (
+        sum(p.communication_s for p in priced.prices) * m / pp
+        + sum(p.step_s - p.optimizer_s for p in priced.prices) / pp
+    )
     compute = sum(p.forward_s + p.backward_s - p.communication_s for p in priced.prices) * m / pp
     optimizer = sum(p.optimizer_s for p in priced.prices) / pp
-    return {"compute": compute, "communication": communication, "optimizer": optimizer, "bubble": max(priced.step_s - compute - communication - optimizer, 0.0)}
+    return {
+        "compute": compute,
+        "communication": communication,
+        "optimizer": optimizer,
+        "bubble": max(priced.step_s - compute - communication - optimizer, 0.0),
+    }
 
 
 def _why_slower(loser: Priced, best: Priced) -> str:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search works on: the captured graph with what no candidate layout changes, and the user's pins."""
+"""What a search works on: the captured graph with what no candidate layout changes, and the user's
+pins.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from autoplan.sharding.rules import find_rule, kept_whole
 from autoplan.solver.figures import dtype_of_work, flop_per_step
 from autoplan.solver.layers import Layers, find_layers
 
-HEAVY_SHARE = 0.01  # of the model's forward FLOPs: products above it are what a pinned tp is meant to split
+HEAVY_SHARE = (
+    0.01  # of the model's forward FLOPs: products above it are what a pinned tp is meant to split
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class Space:
 
     @cached_property
     def heavy_ops(self) -> frozenset[str]:
-        """Representative products that make up a hundredth of the model's FLOPs or more: what a pinned tp is meant to split."""
+        """Representative products that make up a hundredth of the model's FLOPs or more: what a
+        pinned tp is meant to split.
+        """
         flop: dict[str, float] = {}
         for op in self.graph.ops:
             name = self.layers.representative.get(op.name, op.name)
@@ -83,7 +89,9 @@ class Space:
 
     @cached_property
     def head_counts(self) -> dict[str, int]:
-        """Module path of every attention -> its number of heads; a tensor parallel degree must divide them."""
+        """Module path of every attention -> its number of heads; a tensor parallel degree must
+        divide them.
+        """
         counts: dict[str, int] = {}
         for op in self.graph.ops:
             if op.target == "aten.scaled_dot_product_attention.default":

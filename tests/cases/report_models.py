@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of single public reports: complex tables, convolutions, custom ops, loose parameters."""
+"""The models of single public reports: complex tables, convolutions, custom ops, loose tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single public reports, one or two tests each, named by their row: R05, R16-R18, R32, R37-R39,
-R45-R50, R53-R55R64, R65, R67."""
+R45-R50, R53-R55, R64, R65, R67."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single public reports on state, named by their row: R83 checkpoints, R84 frozen parts, R85 parts left whole."""
+"""Single public reports on state: R83 checkpoints, R84 frozen parts, R85 parts left whole."""
 
 from __future__ import annotations
 
