@@ -115,9 +115,10 @@ def optimize(
     if progress is not None:
         progress("capture", 0.0)
     captured = capture(model, example_inputs, loss_fn=loss_fn, mode=mode, precision=precision)
-    space = Space.of(captured.graph)
+    placements = _placements(captured.graph, pins, cluster.num_devices)
+    space = Space.of(captured.graph, placements)
     limit = cluster.device.memory_bytes * (1.0 - memory_reserve)
-    pinned = _pinned(pins, _placements(captured.graph, pins, cluster.num_devices))
+    pinned = _pinned(pins, placements)
     search = Search(
         space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress
     )

@@ -82,11 +82,10 @@ def _stage(priced: Priced, solver: CandidateSolver, stage: int, reserve: float) 
         key: sum(getattr(p, key) for p in prices)
         for key in ("parameter_bytes", "gradient_bytes", "state_bytes")
     }
-    twice = (
-        sum(held.values()) + activations + transient - priced.assignment.memory_bytes[stage]
-    )  # tied copies inside one stage
+    for key, size in _held_again(priced, solver, first, last).items():
+        held[key] -= size
     memory = MemoryEstimate(
-        parameters=int(held["parameter_bytes"] - min(max(twice, 0.0), held["parameter_bytes"])),
+        parameters=int(held["parameter_bytes"]),
         gradients=int(held["gradient_bytes"]),
         optimizer_state=int(held["state_bytes"]),
         activations=int(activations),
@@ -110,6 +109,23 @@ def _stage(priced: Priced, solver: CandidateSolver, stage: int, reserve: float) 
         step_s=sum(p.step_s for p in prices),
         memory=memory,
     )
+
+
+def _held_again(priced: Priced, solver: CandidateSolver, first: int, last: int) -> dict[str, float]:
+    """Bytes by term that layers `first` to `last` count of a parameter beyond the one copy that their stage holds."""
+    kinds, ops = solver.graph.values, {op.name: op for op in solver.graph.ops}
+    users: dict[str, int] = {}
+    for layer in solver.layers.layers[first:last]:
+        for value in {v for n in layer.ops for v in ops[n].inputs if kinds[v].kind == "parameter"}:
+            users[value] = users.get(value, 0) + 1
+    again = dict.fromkeys(("parameter_bytes", "gradient_bytes", "state_bytes"), 0.0)
+    for value, count in users.items():
+        name = solver.folded.representative.get(value, value)
+        table = solver.tables.parameters[name]
+        choice = table.strategies.index(priced.parameters[name])
+        for key in again:
+            again[key] += (count - 1) * getattr(table, key)[choice]
+    return again
 
 
 def _sources(priced: Priced) -> dict[str, float]:

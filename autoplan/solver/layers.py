@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate, takewhile
 
 from autoplan.costs.tables import Folded
 from autoplan.graph import Graph, Op
@@ -54,8 +56,13 @@ class Layers:
     representative: Mapping[str, str]
 
 
-def find_layers(graph: Graph) -> Layers:
-    """The layers of a graph, with equal ones recognised."""
+def find_layers(graph: Graph, placements: tuple[tuple[str, str], ...] = ()) -> Layers:
+    """The layers of a graph, with equal ones recognised.
+
+    Args:
+        graph: Of the whole batch.
+        placements: Pinned (pattern, spec): they tell otherwise equal layers apart.
+    """
     free = free_ops(graph)
     chain = [op for op in graph.ops if op.name not in free]
     groups = _parted(graph, chain, _labels(chain))
@@ -70,7 +77,7 @@ def find_layers(graph: Graph) -> Layers:
     representative: dict[str, str] = {}
     layers = []
     for (label, ops, is_block), all_ops in zip(groups, members):
-        key = _signature(graph, all_ops, layer_of)
+        key = _signature(graph, all_ops, layer_of, placements)
         number = classes.setdefault(key, len(classes))
         model = first.setdefault(number, all_ops)
         _pair(graph, all_ops, model, representative)
@@ -125,11 +132,12 @@ def _parted(
             runs[-1][1].append(op)
         else:
             runs.append((label, [op]))
-    runs = _absorbed(graph, runs)
+    runs = _tightened(graph, _absorbed(graph, runs))
     seen: dict[str, int] = {}
     result = []
     for label, ops in runs:
-        name = label or ops[0].module_path or ops[0].name
+        first = next((op for op in ops if _owns_parameters(graph, op)), ops[0])
+        name = label or first.module_path or first.name
         seen[name] = seen.get(name, 0) + 1
         once = seen[name] == 1
         result.append((name if once else f"{name}#{seen[name]}", ops, label is not None and once))
@@ -169,6 +177,35 @@ def _absorbed(
     return [(label, ops) for label, ops in merged if ops]
 
 
+def _tightened(
+    graph: Graph, runs: list[tuple[str | None, list[Op]]]
+) -> list[tuple[str | None, list[Op]]]:
+    """Between two runs outside of blocks, the cut lies where the fewest bytes cross: an op that widens its input joins what follows."""
+    chain = [op for _, ops in runs for op in ops]
+    place = {n: i for i, op in enumerate(chain) for n in op.outputs if n}
+    last = {n: i for i, op in enumerate(chain) for n in op.inputs if n in place}
+    live = [0] * (len(chain) + 1)  # bytes that cross behind each op, as differences
+    for name, end in last.items():
+        size = graph.values[name].meta.size_bytes
+        live[place[name]] += size
+        live[end] -= size
+    crossing = list(accumulate(live))
+    position = 0
+    for (label, ops), (following, behind) in zip(runs, runs[1:]):
+        position += len(ops)
+        if label is not None or following is not None:
+            continue
+        free = len(list(takewhile(lambda op: not _owns_parameters(graph, op), reversed(ops))))
+        moved = min(
+            range(min(free, len(ops) - 1) + 1), key=lambda k: (crossing[position - k - 1], k)
+        )
+        if moved:
+            behind[:0] = ops[-moved:]
+            del ops[-moved:]
+            position -= moved
+    return runs
+
+
 def _common_length(graph: Graph, tails: list[list[Op]]) -> int:
     length = 0
     while all(length < len(t) for t in tails):
@@ -205,7 +242,12 @@ def _attach_free_ops(graph: Graph, free: frozenset[str], layer_of: dict[str, int
     return shared[::-1]
 
 
-def _signature(graph: Graph, ops: list[Op], layer_of: Mapping[str, int]) -> tuple[object, ...]:
+def _signature(
+    graph: Graph,
+    ops: list[Op],
+    layer_of: Mapping[str, int],
+    placements: tuple[tuple[str, str], ...],
+) -> tuple[object, ...]:
     """What makes two layers equal: ops, arguments, metas, wiring inside, and what kind of thing
     comes from outside.
     """
@@ -222,6 +264,7 @@ def _signature(graph: Graph, ops: list[Op], layer_of: Mapping[str, int]) -> tupl
                 inputs.append(("inside", place[name]))
             elif value.kind == "parameter":
                 number = order.setdefault(name, len(order))
+                pin = next((s for p, s in placements if fnmatchcase(name, p)), "")
                 inputs.append(
                     (
                         "parameter",
@@ -230,6 +273,7 @@ def _signature(graph: Graph, ops: list[Op], layer_of: Mapping[str, int]) -> tupl
                         value.requires_grad,
                         value.stored_dtype,
                         name if name in shared else "",
+                        pin,
                     )
                 )
             elif value.kind != "activation":

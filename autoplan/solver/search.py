@@ -330,7 +330,9 @@ class Search:
                 if self.training
                 else (0, 3)
             )
-            split = self.space.heavy_ops if self.pinned.tp is not None else frozenset()
+            split: frozenset[str] = frozenset()
+            if self.pinned.tp is not None:
+                split = self.space.heavy_ops - self.space.kept_whole(self.pinned.placements)
             wishes = Wishes(self.training, self.optimizer, levels, self.pinned.placements, split)
             self.tables[key] = build_tables(
                 part.folded, part.rules, part.blocks, self.space.batch, mesh_costs(self.cluster, candidate), wishes,
@@ -423,23 +425,27 @@ class Search:
         )
 
     def _largest_term(self, candidate: Candidate) -> str:
-        unlimited = Search(
-            self.space, self.cluster, self.pinned, self.training, self.optimizer, math.inf, 10.0
-        )
-        unlimited.price(candidate)
-        priced = unlimited.priced.get(candidate)
-        if priced is None:
-            return "parameters"
+        tables = self._solver(candidate).tables
         terms = {
             "parameters": "parameter_bytes",
             "gradients": "gradient_bytes",
             "optimizer state": "state_bytes",
-            "activations": "activation_bytes",
         }
+        least = {
+            n: min(range(len(t.strategies)), key=t.held_bytes) for n, t in tables.parameters.items()
+        }
+        count = tables.folded.count
         sums = {
-            word: sum(getattr(p, key) for p in priced.prices) / candidate.pp
+            word: sum(count[n] * getattr(t, key)[least[n]] for n, t in tables.parameters.items())
+            / candidate.pp
             for word, key in terms.items()
         }
+        activations = (
+            sum(count[n] * min(t.saved_bytes) for n, t in tables.ops.items()) / candidate.pp
+        )
+        sums["activations"] = (
+            0.0 if candidate.recompute else activations * self._solver(candidate).in_flight
+        )
         word = max(sums, key=lambda k: sums[k])
         return f"{word} {format_bytes(sums[word])}"
 

@@ -6,9 +6,11 @@ pins.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 from autoplan.graph import Graph
+from autoplan.placements import Replicate, parse_spec
 from autoplan.sharding.batch import Batch, find_batch
 from autoplan.sharding.factors import OpRule
 from autoplan.sharding.rules import find_rule, kept_whole
@@ -46,12 +48,14 @@ class Space:
     unruled_ops: tuple[str, ...]
 
     @staticmethod
-    def of(graph: Graph) -> Space:
-        """Rules, batch and layers of a captured graph."""
+    def of(graph: Graph, placements: tuple[tuple[str, str], ...] = ()) -> Space:
+        """Rules, batch and layers of a graph; pinned `placements` tell equal layers apart."""
         found = {op.name: find_rule(op, graph) for op in graph.ops}
         rules = {op.name: found[op.name] or kept_whole(op, graph) for op in graph.ops}
         unruled = tuple(op.name for op in graph.ops if found[op.name] is None)
-        return Space(graph, rules, find_batch(graph, rules), find_layers(graph), unruled)
+        return Space(
+            graph, rules, find_batch(graph, rules), find_layers(graph, placements), unruled
+        )
 
     @cached_property
     def dtype(self) -> str:
@@ -86,6 +90,21 @@ class Space:
             one = Graph(self.graph.name, self.graph.values, (op,), (), ())
             flop[name] = flop.get(name, 0.0) + flop_per_step(one, training=False)
         return frozenset(n for n, f in flop.items() if f >= HEAVY_SHARE * self.forward_flop > 0)
+
+    def kept_whole(self, placements: tuple[tuple[str, str], ...]) -> frozenset[str]:
+        """Representative ops of a parameter that a pin leaves whole over tp: a pinned tp does not split them."""
+        pins = {
+            v.name: next((s for p, s in placements if fnmatchcase(v.name, p)), "")
+            for v in self.graph.of_kind("parameter")
+        }
+        whole = {
+            n for n, spec in pins.items() if spec and isinstance(parse_spec(spec)[1], Replicate)
+        }
+        return frozenset(
+            self.layers.representative.get(op.name, op.name)
+            for op in self.graph.ops
+            if whole.intersection(op.inputs)
+        )
 
     @cached_property
     def head_counts(self) -> dict[str, int]:
