@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graph -> Graph: ATen calls that mean the same become one form, and a few become autoplan's own ops.
+"""Graph -> Graph: ATen calls that mean the same become one form, and a few become autoplan's own
+ops.
 
-- Aliases and copies that change nothing (clone, contiguous, alias, casts to the own dtype) disappear.
+- Aliases and copies that change nothing (clone, contiguous, alias, casts to the own dtype)
+  disappear.
 - Every reshape (view, _unsafe_view, flatten, ...) is `aten.reshape.default` with full sizes.
 - `autoplan.dropout`: dropout whose random stream the executor rules.
-- `autoplan.batch_norm`: batch norm with its statistics as outputs, synchronised where the batch is split.
-- `autoplan.cross_entropy_sum` / `_count`: a mean over labels that are not ignored is a sum over a count (DESIGN 8).
-- `autoplan.index`: advanced indexing in which an index is `arange` over a whole dim, so that this dim can be split.
+- `autoplan.batch_norm`: batch norm with its statistics as outputs, synchronised where the batch is
+  split.
+- `autoplan.cross_entropy_sum` / `_count`: a mean over labels that are not ignored is a sum over a
+  count (DESIGN 8).
+- `autoplan.index`: advanced indexing in which an index is `arange` over a whole dim, so that this
+  dim can be split.
 Ops that nothing uses are dropped. In and out are Graphs; no torch here.
 """
 
@@ -28,7 +33,10 @@ _RESHAPES = frozenset(
         "aten.reshape.default",
         "aten.flatten.using_ints",
         "aten.unflatten.int",
-        "aten.view_copy.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+        "aten.view_copy.default",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
     }
 )
 _BATCH_NORMS = frozenset(
@@ -102,7 +110,16 @@ class _Rewriter:
                 self.alias[result] = source
             else:
                 arguments = {"self": Ref(0), "size": self.meta(result).shape, "implicit": False}
-                self.emit(_replace(op, name=result, target="aten.expand.default", inputs=(source,), outputs=(result,), arguments=arguments))
+                self.emit(
+                    _replace(
+                        op,
+                        name=result,
+                        target="aten.expand.default",
+                        inputs=(source,),
+                        outputs=(result,),
+                        arguments=arguments,
+                    )
+                )
 
     def reshape(self, op: Op) -> None:
         shape = self.meta(op.outputs[0]).shape
@@ -130,7 +147,9 @@ class _Rewriter:
             )
 
     def batch_norm(self, op: Op) -> None:
-        """Inputs: input[, weight, bias][, running_mean, running_var]; outputs: output, new running mean, new running var."""
+        """Inputs: input[, weight, bias][, running_mean, running_var]; outputs: output, new running
+        mean, new running var.
+        """
         given = op.arguments
         training = bool(
             given.get(
@@ -154,7 +173,9 @@ class _Rewriter:
         self.emit(_replace(op, target="autoplan.batch_norm", arguments=arguments, outputs=outputs))
 
     def cross_entropy(self, op: Op) -> None:
-        """mean -> sum / count; sum -> sum; none stays per element. Label smoothing needs all classes, so it stays inside the sum."""
+        """mean -> sum / count; sum -> sum; none stays per element. Label smoothing needs all
+        classes, so it stays inside the sum.
+        """
         given = op.arguments
         log_probs = "nll" in op.target  # the input is log-probabilities already
         reduction = given.get("reduction", 1)
@@ -192,7 +213,8 @@ class _Rewriter:
         target_shape = self.meta(counted[0])
         count_args = {"target": Ref(0), "weight": Ref(1) if len(counted) > 1 else None, "ignore_index": arguments["ignore_index"],
                       "num_classes": self.meta(op.inputs[0]).shape[1 if len(self.meta(op.inputs[0]).shape) > 1 else 0],
-                      "dtype": out.meta.dtype, "probabilities": target_shape.is_floating}  # fmt: skip
+                      # fmt: skip
+                      "dtype": out.meta.dtype, "probabilities": target_shape.is_floating}
         self.emit(
             _replace(
                 op,
@@ -224,7 +246,9 @@ class _Rewriter:
         )
 
     def index(self, op: Op) -> None:
-        """Marks (source dim, output dim) pairs in which the index runs over the whole source dim in order."""
+        """Marks (source dim, output dim) pairs in which the index runs over the whole source dim in
+        order.
+        """
         indices = op.arguments["indices"]
         assert isinstance(indices, tuple), "index.Tensor takes a tuple of indices"
         source = self.meta(op.inputs[0]).shape
@@ -248,7 +272,9 @@ class _Rewriter:
         self.emit(_replace(op, target="autoplan.index", arguments=arguments))
 
     def iota_dim(self, name: str) -> int | None:
-        """The dim along which the value is 0, 1, 2, ... and constant along the others; None if that is not known."""
+        """The dim along which the value is 0, 1, 2, ... and constant along the others; None if that
+        is not known.
+        """
         op = self.maker.get(name)
         if op is None:
             return None

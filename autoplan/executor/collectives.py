@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of `sharding/resharding.py` as collectives on local tensors, and conversions whose backward is the other direction.
+"""Moves of `sharding/resharding.py` as collectives on local tensors, and conversions whose backward
+is the other direction.
 
-`Conversion` is the node the rewritten graph shows: its name says what moves, forward and backward. A split in blocks is a
-plain split of the dim seen as (blocks, rest); everything here works on that view.
+`Conversion` is the node the rewritten graph shows: its name says what moves, forward and backward.
+A split in blocks is a plain split of the dim seen as (blocks, rest); everything here works on that
+view.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ def _all_gather(x: Tensor, move: Move, ranks: Ranks) -> Tensor:
     front = opened.movedim(dim, 0).contiguous()
     out = front.new_empty((size * front.shape[0], *front.shape[1:]))
     if x.dtype == torch.bool:  # gloo has no bool
-        dist.all_gather_into_tensor(out.view(torch.uint8), front.view(torch.uint8), group=ranks.group(move.axis))
+        dist.all_gather_single(
+            out.view(torch.uint8), front.view(torch.uint8), group=ranks.group(move.axis)
+        )
     else:
-        dist.all_gather_into_tensor(out, front, group=ranks.group(move.axis))
+        dist.all_gather_single(out, front, group=ranks.group(move.axis))
     return _closed(out.movedim(0, dim), shard)
 
 
@@ -68,7 +72,7 @@ def _reduce_scatter(x: Tensor, move: Move, ranks: Ranks) -> Tensor:
     opened, dim = _opened(x, shard)
     front = opened.movedim(dim, 0).contiguous()
     out = front.new_empty((front.shape[0] // size, *front.shape[1:]))
-    dist.reduce_scatter_tensor(out, front, group=ranks.group(move.axis))
+    dist.reduce_scatter_single(out, front, group=ranks.group(move.axis))
     return _closed(out.movedim(0, dim), shard)
 
 
@@ -79,7 +83,8 @@ def _all_to_all(x: Tensor, move: Move, ranks: Ranks) -> Tensor:
     parts = opened.unflatten(cut, (size, -1)).movedim(cut, 0).contiguous()
     out = torch.empty_like(parts)
     dist.all_to_all_single(out, parts, group=ranks.group(move.axis))
-    # out: [from rank, ...local with the target dim cut]; the from-rank dim goes before the rest of the source dim
+    # out: [from rank, ...local with the target dim cut]; the from-rank dim goes before the rest of
+    # the source dim
     out = torch.stack([_closed(part, target) for part in out.unbind(0)])
     if source.blocks == 1:
         return out.movedim(0, source.dim).flatten(source.dim, source.dim + 1)
@@ -119,9 +124,11 @@ _MOVES = {
 
 
 class Regather:
-    """Parameters gathered for use are not kept for backward: what autograd would save of them is gathered again there.
+    """Parameters gathered for use are not kept for backward: what autograd would save of them is
+    gathered again there.
 
-    A tensor that autograd saves is recognised by its memory while the gathered tensor is alive; it may be a view of it.
+    A tensor that autograd saves is recognised by its memory while the gathered tensor is alive; it
+    may be a view of it.
     """
 
     def __init__(self) -> None:
@@ -138,7 +145,7 @@ class Regather:
 
     def _pack(self, tensor: Tensor) -> object:
         entry = self._known.get(tensor.untyped_storage().data_ptr())
-        if entry is None or entry[0]() is None or tensor.requires_grad and tensor.is_leaf:
+        if entry is None or entry[0]() is None or (tensor.requires_grad and tensor.is_leaf):
             return tensor
         return entry[1], entry[2], tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -147,7 +154,9 @@ class Regather:
             return packed
         shard, conversion, size, stride, offset = packed  # type: ignore[misc]
         with torch.no_grad():
-            return run_moves(shard, conversion.forward_moves, conversion.ranks).as_strided(size, stride, offset)
+            return run_moves(shard, conversion.forward_moves, conversion.ranks).as_strided(
+                size, stride, offset
+            )
 
 
 class _Convert(torch.autograd.Function):
@@ -164,20 +173,26 @@ class _Convert(torch.autograd.Function):
 
 
 class Conversion(nn.Module):
-    """One tensor from the layout it was made in to the layout it is used in; the gradient takes the way back.
+    """One tensor from the layout it was made in to the layout it is used in; the gradient takes the
+    way back.
 
     Attributes:
         forward_moves, backward_moves: What runs, in order.
-        is_gather: Forward only gathers, so the result can be made again in backward instead of being kept.
+        is_gather: Forward only gathers, so the result can be made again in backward instead of
+            being kept.
     """
 
     def __init__(self, made: Layout, used: Layout, ranks: Ranks, *, carries_gradient: bool) -> None:
         super().__init__()
         self.ranks = ranks
         self.forward_moves = transition(made.value, used.value, ranks.axis_sizes)
-        self.backward_moves = transition(used.grad, made.grad, ranks.axis_sizes) if carries_gradient else ()
+        self.backward_moves = (
+            transition(used.grad, made.grad, ranks.axis_sizes) if carries_gradient else ()
+        )
         self.carries_gradient = carries_gradient
-        self.is_gather = bool(self.forward_moves) and all(m.kind == "all_gather" for m in self.forward_moves)
+        self.is_gather = bool(self.forward_moves) and all(
+            m.kind == "all_gather" for m in self.forward_moves
+        )
         self.regather: Regather | None = None
 
     @property
@@ -195,7 +210,9 @@ class Conversion(nn.Module):
         return run_moves(x, self.forward_moves, self.ranks)
 
     def describe(self) -> str:
-        """A name for the printed code: "all_reduce_tp", "none_then_all_reduce_tp" when only backward moves."""
+        """A name for the printed code: "all_reduce_tp", "none_then_all_reduce_tp" when only
+        backward moves.
+        """
         ahead = "_".join(f"{m.kind}_{AXIS_NAMES[m.axis]}" for m in self.forward_moves) or "none"
         back = "_".join(f"{m.kind}_{AXIS_NAMES[m.axis]}" for m in self.backward_moves)
         return f"{ahead}__backward_{back}" if back else ahead

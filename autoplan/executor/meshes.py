@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan's ranks as torch process groups, and placements as DTensor's.
 
-One `DeviceMesh` of axes (pp, dp, tp) over all stages; `Ranks` is one process's view of it. With one device there is no
-process group at all.
+One `DeviceMesh` of axes (pp, dp, tp) over all stages; `Ranks` is one process's view of it. With one
+device there is no process group at all.
 """
 
 from __future__ import annotations
 
 import os
-from functools import cached_property, lru_cache
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,9 @@ def check_world(plan: Plan) -> int:
     """
     layout = plan.layout
     wanted = layout.dp * layout.tp * layout.pp
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
     if world != wanted:
         raise PlanError(
             f"the plan is for {wanted} processes (pp={layout.pp}, dp={layout.dp}, tp={layout.tp}), this launch has {world}. "
@@ -82,8 +84,8 @@ def check_world(plan: Plan) -> int:
 def join(plan: Plan) -> Ranks:
     """This process's place in the plan; every process of the launch calls it once.
 
-    Starts the process group if the launcher has not: NCCL with the device of LOCAL_RANK where CUDA has that many devices,
-    gloo on the CPU where it has not.
+    Starts the process group if the launcher has not: NCCL with the device of LOCAL_RANK where CUDA
+    has that many devices, gloo on the CPU where it has not.
 
     Raises:
         PlanError: The launch has another number of processes than the plan.
@@ -104,14 +106,25 @@ def join(plan: Plan) -> Ranks:
 
 
 @lru_cache(maxsize=8)
-def _mesh(world: object, device_type: str, order: tuple[int, ...], sizes: tuple[int, int, int]) -> DeviceMesh:
+def _mesh(
+    world: object, device_type: str, order: tuple[int, ...], sizes: tuple[int, int, int]
+) -> DeviceMesh:
     """Process groups are dear: plans of one launch over the same ranks share theirs."""
-    return DeviceMesh(device_type, torch.tensor(order).view(sizes), mesh_dim_names=("pp", "dp", "tp"))
+    return DeviceMesh(
+        device_type, torch.tensor(order).view(sizes), mesh_dim_names=("pp", "dp", "tp")
+    )
 
 
 def _device(world: int) -> torch.device:
-    local, per_host = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    backend = dist.get_backend() if dist.is_initialized() else ("nccl" if torch.cuda.device_count() >= per_host else "gloo")
+    local, per_host = (
+        int(os.environ.get("LOCAL_RANK", "0")),
+        int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
+    )
+    backend = (
+        dist.get_backend()
+        if dist.is_initialized()
+        else ("nccl" if torch.cuda.device_count() >= per_host else "gloo")
+    )
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(local)
         return torch.device("cuda", local)

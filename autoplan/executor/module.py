@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """ParallelModule: this rank's part of a planned model, as an ordinary nn.Module.
 
-Parameters are DTensors under the model's own names, so optimizers, `torch.distributed.checkpoint` and state dicts work as
-they do anywhere. `forward_backward` takes the global batch on every rank, runs the plan's microbatches and leaves gradients
-ready; calling the module runs forward only and gives the model's own output type.
+Parameters are DTensors under the model's own names, so optimizers, `torch.distributed.checkpoint`
+and state dicts work as they do anywhere. `forward_backward` takes the global batch on every rank,
+runs the plan's microbatches and leaves gradients ready; calling the module runs forward only and
+gives the model's own output type.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.utils import _pytree as pytree  # checked on 2.13
 from autoplan.capture import Captured, leaf_path
 from autoplan.errors import ExecutionError, PlanError
 from autoplan.executor.collectives import convert_stored
-from autoplan.executor.local_ops import _stream
 from autoplan.executor.meshes import Ranks, check_world, join
 from autoplan.executor.parameters import StoredParameter, make_parameter, own_shard
 from autoplan.executor.pipeline import Pipeline, StageRun, run_forward, train_alone
+from autoplan.executor.special_ops import stream_seed
 from autoplan.executor.stage import Body, build_stage
 from autoplan.placements import R, ShardingSpec
 from autoplan.plan import Plan
@@ -33,11 +34,13 @@ Tensor = torch.Tensor
 class ParallelModule(nn.Module):
     """This rank's part of a planned model.
 
-    Built by `autoplan.parallelize`. `parameters()` are this stage's (an empty one where a stage has none, so that any
-    optimizer can be made); `state_dict()` holds what this stage owns.
+    Built by `autoplan.parallelize`. `parameters()` are this stage's (an empty one where a stage has
+    none, so that any optimizer can be made); `state_dict()` holds what this stage owns.
     """
 
-    def __init__(self, model: nn.Module, captured: Captured, plan: Plan, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, captured: Captured, plan: Plan, buffers: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
         self.plan = plan
         self._captured = captured
@@ -53,7 +56,8 @@ class ParallelModule(nn.Module):
         self._pipeline = self._make_pipeline()
         self.train(model.training)
 
-    # -- set-up ---------------------------------------------------------------------------------------------------
+    # -- set-up
+    # ---------------------------------------------------------------------------------------------------
 
     def _take_parameters(self, model: nn.Module) -> dict[str, StoredParameter]:
         own = dict(model.named_parameters(remove_duplicate=False))
@@ -70,7 +74,9 @@ class ParallelModule(nn.Module):
         return stored
 
     def _tied_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Groups of the copies that several stages hold; every rank makes all of them, in one order."""
+        """Groups of the copies that several stages hold; every rank makes all of them, in one
+        order.
+        """
         groups: dict[str, dist.ProcessGroup] = {}
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if self._ranks.mesh is None:
@@ -88,12 +94,18 @@ class ParallelModule(nn.Module):
         return groups
 
     def _register(self, model: nn.Module) -> dict[str, str]:
-        """Registers parameters under the model's own dotted names; every name of the model -> the stored name."""
+        """Registers parameters under the model's own dotted names; every name of the model -> the
+        stored name.
+        """
         for name, stored in self._stored.items():
             _put(self, name, stored.parameter)
         if not self._stored:
-            self.register_parameter("nothing_to_train", nn.Parameter(torch.zeros(0, device=self._ranks.device)))
-        names = {n: self._first_name.get(n, n) for n, _ in model.named_parameters(remove_duplicate=False)}
+            self.register_parameter(
+                "nothing_to_train", nn.Parameter(torch.zeros(0, device=self._ranks.device))
+            )
+        names = {
+            n: self._first_name.get(n, n) for n, _ in model.named_parameters(remove_duplicate=False)
+        }
         return {n: first for n, first in names.items() if first in self._stored}
 
     def _take_buffers(self, model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,15 +143,25 @@ class ParallelModule(nn.Module):
         plan = self.plan
         if plan.layout.pp == 1 or plan.settings.mode != "train":
             return None
-        return Pipeline(self._program, plan.schedule.name, plan.schedule.num_microbatches, plan.layout.pp, self._ranks, self._captured.graph.loss)
+        return Pipeline(
+            self._program,
+            plan.schedule.name,
+            plan.schedule.num_microbatches,
+            plan.layout.pp,
+            self._ranks,
+            self._captured.graph.loss,
+        )
 
-    # -- running --------------------------------------------------------------------------------------------------
+    # -- running
+    # --------------------------------------------------------------------------------------------------
 
     def forward_backward(self, *args: object, **kwargs: object) -> Tensor:
-        """One step's forward and backward over all microbatches; gradients are added to `grad`, ready for an optimizer.
+        """One step's forward and backward over all microbatches; gradients are added to `grad`,
+        ready for an optimizer.
 
         Args:
-            args, kwargs: The global batch, the same on every rank, in the form of the plan's example inputs.
+            args, kwargs: The global batch, the same on every rank, in the form of the plan's
+                example inputs.
 
         Returns:
             The loss of the whole batch, on every rank.
@@ -150,7 +172,11 @@ class ParallelModule(nn.Module):
         """
         loss = self._captured.graph.loss
         if loss is None or self.plan.settings.mode != "train":
-            raise ExecutionError("the plan is for inference and has no loss. Plan with mode='train'.", rank=self._rank, stage=self._ranks.stage)
+            raise ExecutionError(
+                "the plan is for inference and has no loss. Plan with mode='train'.",
+                rank=self._rank,
+                stage=self._ranks.stage,
+            )
         run = self._begin(args, kwargs)
         total = self._pipeline.step(run) if self._pipeline is not None else train_alone(run, loss)
         for stored in self._stored.values():
@@ -171,7 +197,9 @@ class ParallelModule(nn.Module):
         return self._captured.output.rebuild([made[n] if n else None for n in names])
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Switches what dropout and batch norm do, in this rank's bodies too; `eval()` is `train(False)`."""
+        """Switches what dropout and batch norm do, in this rank's bodies too; `eval()` is
+        `train(False)`.
+        """
         super().train(mode)
         for body in (self._program.prologue, self._program.training, self._program.full):
             if body is not None:
@@ -195,7 +223,12 @@ class ParallelModule(nn.Module):
         for name, stored in self._stored.items():
             stored.begin_step()
             values[name] = stored.leaf
-        run = StageRun(self._program, self.plan.schedule.num_microbatches, _stream(self._seed, self._step), values)
+        run = StageRun(
+            self._program,
+            self.plan.schedule.num_microbatches,
+            stream_seed(self._seed, self._step),
+            values,
+        )
         if self._program.prologue is not None:
             with torch.no_grad():
                 values.update(run.run(self._program.prologue, 0, {}))
@@ -204,12 +237,17 @@ class ParallelModule(nn.Module):
     def _inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Tensor]:
         """The given batch under the graph's input names, checked against the planned shapes."""
         leaves = self._captured.leaves
-        found = {leaf_path(keys): given for keys, given in pytree.tree_flatten_with_path((args, kwargs))[0]}
+        found = {
+            leaf_path(keys): given
+            for keys, given in pytree.tree_flatten_with_path((args, kwargs))[0]
+        }
         missing = [leaf.path for leaf in leaves if leaf.path not in found]
         besides = [path for path in found if path not in {leaf.path for leaf in leaves}]
         if missing or besides or bool(args) != self._captured.positional:
             form = "positional" if self._captured.positional else "keyword"
-            differs = [f"lacks {', '.join(map(repr, missing))}"] * bool(missing) + [f"has {', '.join(map(repr, besides))} besides"] * bool(besides)
+            differs = [f"lacks {', '.join(map(repr, missing))}"] * bool(missing) + [
+                f"has {', '.join(map(repr, besides))} besides"
+            ] * bool(besides)
             raise PlanError(
                 f"the plan was made for the {form} inputs {[leaf.path for leaf in leaves]}, this call "
                 f"{' and '.join(differs) or 'passes them otherwise'}. Plan again with these inputs."
@@ -219,10 +257,18 @@ class ParallelModule(nn.Module):
             given = found[leaf.path]
             if leaf.value is None:
                 if given != leaf.constant:
-                    raise PlanError(f"input {leaf.path!r} was planned as {leaf.constant!r}, this call has {given!r}. Plan again with it.")
+                    raise PlanError(
+                        f"input {leaf.path!r} was planned as {leaf.constant!r}, this call has {given!r}. Plan again with it."
+                    )
                 continue
-            if not isinstance(given, Tensor) or tuple(given.shape) != leaf.shape or str(given.dtype) != f"torch.{leaf.dtype}":
-                raise PlanError(f"input {leaf.path!r} was planned as {leaf.dtype} {leaf.shape}, this call has {_differs(given, leaf.shape)}. Plan again for it.")
+            if (
+                not isinstance(given, Tensor)
+                or tuple(given.shape) != leaf.shape
+                or str(given.dtype) != f"torch.{leaf.dtype}"
+            ):
+                raise PlanError(
+                    f"input {leaf.path!r} was planned as {leaf.dtype} {leaf.shape}, this call has {_differs(given, leaf.shape)}. Plan again for it."
+                )
             values[leaf.value] = given.to(self._ranks.device)
         return values
 
@@ -244,12 +290,23 @@ class ParallelModule(nn.Module):
         graph = self._captured.graph
         assert graph.loss is not None, "training has a loss"
         if total is None:
-            total = torch.empty((), dtype=getattr(torch, graph.values[graph.loss].meta.dtype), device=self._ranks.device)
+            total = torch.empty(
+                (),
+                dtype=getattr(torch, graph.values[graph.loss].meta.dtype),
+                device=self._ranks.device,
+            )
         dist.broadcast(total, group=self._ranks.pipeline_group, group_src=self.plan.layout.pp - 1)
         return total
 
     def _program_loss_layout(self) -> ShardingSpec | None:
-        return next((r.layout.value for r in self._program.training.returns if r.name == self._captured.graph.loss), None)
+        return next(
+            (
+                r.layout.value
+                for r in self._program.training.returns
+                if r.name == self._captured.graph.loss
+            ),
+            None,
+        )
 
     def _share_outputs(self, made: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every output on every stage: the stage that made it sends it along its pipeline group."""
@@ -265,18 +322,27 @@ class ParallelModule(nn.Module):
             source = max(i for i, has in enumerate(holders) if has)
             value = made.get(base)
             if value is None:
-                value = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=self._ranks.device)
+                value = torch.empty(
+                    meta.shape, dtype=getattr(torch, meta.dtype), device=self._ranks.device
+                )
             value = value.contiguous()
-            dist.broadcast(value.view(torch.uint8) if value.dtype == torch.bool else value, group=self._ranks.pipeline_group, group_src=source)
+            dist.broadcast(
+                value.view(torch.uint8) if value.dtype == torch.bool else value,
+                group=self._ranks.pipeline_group,
+                group_src=source,
+            )
             shared[base] = value
         return shared
 
-    # -- gradients and state --------------------------------------------------------------------------------------
+    # -- gradients and state
+    # --------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most `max_norm`; gives the norm before.
+        """Scales all gradients so that their norm over the whole model is at most `max_norm`; gives
+        the norm before.
 
-        Every element counts once, wherever and however often it is held (tied copies and replicas included).
+        Every element counts once, wherever and however often it is held (tied copies and replicas
+        included).
         """
         infinite = norm_type == float("inf")
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
@@ -301,16 +367,23 @@ class ParallelModule(nn.Module):
                 local.mul_(scale)
         return norm
 
-    def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:  # type: ignore[override]
-        """What this stage owns, under every name the model's own state dict has for it: DTensors, and buffers whole."""
-        result: dict[str, object] = {n: self._stored[first].parameter.detach() for n, first in self._names.items()}
+    # type: ignore[override]
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        """What this stage owns, under every name the model's own state dict has for it: DTensors,
+        and buffers whole.
+        """
+        result: dict[str, object] = {
+            n: self._stored[first].parameter.detach() for n, first in self._names.items()
+        }
         for name, entry in self.plan.buffers.items():
             first = self._first_name.get(name, name)
             if entry.persistent and first in self._buffers_here:
                 result[name] = self._buffers_here[first]
         return result
 
-    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> object:
+    def load_state_dict(
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
+    ) -> object:
         """Loads what `state_dict()` gives (DTensors of this plan, or whole tensors).
 
         Raises:
@@ -318,7 +391,9 @@ class ParallelModule(nn.Module):
         """
         missing = [n for n in self.state_dict() if n not in state_dict]
         if missing and strict:
-            raise PlanError(f"{len(missing)} tensors of this stage are not in the state dict, first {missing[0]!r}. Load all, or strict=False.")
+            raise PlanError(
+                f"{len(missing)} tensors of this stage are not in the state dict, first {missing[0]!r}. Load all, or strict=False."
+            )
         for name in self.state_dict():
             if name in state_dict:
                 self._load_one(name, state_dict[name])
@@ -330,34 +405,54 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             if first in self._stored:
                 stored = self._stored[first]
-                part = value.to_local() if isinstance(value, DTensor) else own_shard(value, stored.spec, self._ranks)
+                part = (
+                    value.to_local()
+                    if isinstance(value, DTensor)
+                    else own_shard(value, stored.spec, self._ranks)
+                )
                 stored.local.copy_(part)
             else:
                 self._buffers_here[first].copy_(value)
         self._unloaded.discard(first)
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, *, from_rank0: bool = False) -> None:
+    def load_full_state_dict(
+        self, state_dict: Mapping[str, Tensor] | None, *, from_rank0: bool = False
+    ) -> None:
         """Loads a state dict of the original model; each process keeps only its own shards.
 
         Args:
             state_dict: Whole tensors (a memory-mapped file's are read as they are needed).
-            from_rank0: Only rank 0 has them (others pass None): tensors are broadcast one at a time, so a process holds its
-                shards and one tensor at most.
+            from_rank0: Only rank 0 has them (others pass None): tensors are broadcast one at a
+                time, so a process holds its shards and one tensor at most.
 
         Raises:
             PlanError: A tensor is missing or has another shape.
         """
-        entries: list[tuple[str, tuple[int, ...], str]] = [(n, p.shape, p.dtype) for n, p in self.plan.parameters.items() if self._first_name.get(n, n) == n]
-        entries += [(n, b.shape, b.dtype) for n, b in self.plan.buffers.items() if b.persistent and self._first_name.get(n, n) == n]
+        entries: list[tuple[str, tuple[int, ...], str]] = [
+            (n, p.shape, p.dtype)
+            for n, p in self.plan.parameters.items()
+            if self._first_name.get(n, n) == n
+        ]
+        entries += [
+            (n, b.shape, b.dtype)
+            for n, b in self.plan.buffers.items()
+            if b.persistent and self._first_name.get(n, n) == n
+        ]
         for name, shape, dtype in entries:
             value = self._find(name, state_dict) if state_dict is not None else None
             if from_rank0 and self._ranks.mesh is not None:
-                value = torch.empty(shape, dtype=getattr(torch, dtype)) if value is None else value.to(getattr(torch, dtype))
+                value = (
+                    torch.empty(shape, dtype=getattr(torch, dtype))
+                    if value is None
+                    else value.to(getattr(torch, dtype))
+                )
                 value = value.to(self._ranks.device).contiguous()
                 dist.broadcast(value, 0)
             if value is None or tuple(value.shape) != tuple(shape):
                 found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
-                raise PlanError(f"{name!r} {found} in the state dict; the plan has {tuple(shape)}. Load the state dict of the planned model.")
+                raise PlanError(
+                    f"{name!r} {found} in the state dict; the plan has {tuple(shape)}. Load the state dict of the planned model."
+                )
             if name in self._stored or name in self._buffers_here:
                 self._load_one(name, value)
 
@@ -366,21 +461,25 @@ class ParallelModule(nn.Module):
         return next((state_dict[n] for n in group if n in state_dict), None)
 
     def initialize(self, init_fn: Callable[[str, Tensor], None], *, seed: int = 0) -> None:
-        """Initialises parameters shard by shard: `init_fn(name, tensor)` fills one whole tensor in place at a time.
+        """Initialises parameters shard by shard: `init_fn(name, tensor)` fills one whole tensor in
+        place at a time.
 
-        The result does not depend on the plan: each tensor has its own stream, from `seed` and its place in the model.
+        The result does not depend on the plan: each tensor has its own stream, from `seed` and its
+            place in the model.
         """
         for number, (name, entry) in enumerate(self.plan.parameters.items()):
             if name not in self._stored:
                 continue
             with torch.random.fork_rng(), torch.no_grad():
-                torch.manual_seed(_stream(seed, number))
+                torch.manual_seed(stream_seed(seed, number))
                 full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
                 init_fn(name, full)
                 self._load_one(name, full.to(self._ranks.device))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict on every rank, on the CPU; loads with strict=True into the original class."""
+        """The whole model's state dict on every rank, on the CPU; loads with strict=True into the
+        original class.
+        """
         result: dict[str, Tensor] = {}
         for name, entry in self.plan.parameters.items():
             first = self._first_name.get(name, name)
@@ -391,10 +490,16 @@ class ParallelModule(nn.Module):
         for name, buffer in self.plan.buffers.items():
             if buffer.persistent:
                 first = self._first_name.get(name, name)
-                result[name] = result[first] if first in result else self._gather(first, tuple(buffer.shape), buffer.dtype, buffer.stages)
+                result[name] = (
+                    result[first]
+                    if first in result
+                    else self._gather(first, tuple(buffer.shape), buffer.dtype, buffer.stages)
+                )
         return result
 
-    def _gather(self, name: str, shape: tuple[int, ...], dtype: str, stages: tuple[int, ...]) -> Tensor:
+    def _gather(
+        self, name: str, shape: tuple[int, ...], dtype: str, stages: tuple[int, ...]
+    ) -> Tensor:
         full: Tensor | None = None
         with torch.no_grad():
             if name in self._stored:
@@ -403,7 +508,11 @@ class ParallelModule(nn.Module):
             elif name in self._buffers_here:
                 full = self._buffers_here[name]
             if self.plan.layout.pp > 1:
-                full = torch.empty(shape, dtype=getattr(torch, dtype), device=self._ranks.device) if full is None else full.contiguous()
+                full = (
+                    torch.empty(shape, dtype=getattr(torch, dtype), device=self._ranks.device)
+                    if full is None
+                    else full.contiguous()
+                )
                 dist.broadcast(full, group=self._ranks.pipeline_group, group_src=stages[0])
         assert full is not None, f"{name} is held by a stage"
         return full.detach().cpu().clone()

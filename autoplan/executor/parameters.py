@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as the user sees them (DTensors under the model's own names) and as the stage's ops use them (local leaves).
+"""Parameters as the user sees them (DTensors under the model's own names) and as the stage's ops
+use them (local leaves).
 
-A parameter is stored in its plan's spec. Ops see the leaf, in the layout they use: the stored shard itself, or (ZeRO-1 and 2,
-and packed projections) a copy made once per step. Gradients collect on the leaf over all microbatches and are reduced to the
-stored spec once per step; with ZeRO-2 after every microbatch. ZeRO-3 needs nothing here: the leaf is the shard, and the stage
-gathers it where it is used.
+A parameter is stored in its plan's spec. Ops see the leaf, in the layout they use: the stored shard
+itself, or (ZeRO-1 and 2, and packed projections) a copy made once per step. Gradients collect on
+the leaf over all microbatches and are reduced to the stored spec once per step; with ZeRO-2 after
+every microbatch. ZeRO-3 needs nothing here: the leaf is the shard, and the stage gathers it where
+it is used.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class StoredParameter:
     spec: ShardingSpec = field(init=False)
     used: Layout = field(init=False)
     _collected: Tensor | None = field(init=False, default=None)
-    _grad: Tensor | None = field(init=False, default=None)  # what `parameter.grad` is, made once: DTensors are dear to make
+    _grad: Tensor | None = field(
+        init=False, default=None
+    )  # what `parameter.grad` is, made once: DTensors are dear to make
     _grad_local: Tensor | None = field(init=False, default=None)  # its memory
 
     def __post_init__(self) -> None:
@@ -70,19 +74,26 @@ class StoredParameter:
         return self.spec != self.used.value or self.local.dtype != self.compute_dtype
 
     def _make_leaf(self) -> Tensor:
-        leaf = convert_stored(self.local.to(self.compute_dtype), self.spec, self.used.value, self.ranks)
+        leaf = convert_stored(
+            self.local.to(self.compute_dtype), self.spec, self.used.value, self.ranks
+        )
         leaf = leaf.detach().requires_grad_(self.entry.trainable)
-        if self.entry.trainable and (self.entry.zero == 2 or self.local.dtype != self.compute_dtype):
+        if self.entry.trainable and (
+            self.entry.zero == 2 or self.local.dtype != self.compute_dtype
+        ):
             leaf.register_post_accumulate_grad_hook(self._collect)
         return leaf
 
     def begin_step(self) -> None:
-        """Makes the leaf current: a copy follows the stored shard, which an optimizer may have changed."""
+        """Makes the leaf current: a copy follows the stored shard, which an optimizer may have
+        changed.
+        """
         if self.is_copied:
             with torch.no_grad():
                 self.leaf = self._make_leaf()
         if self.parameter.grad is None and self._grad_local is not None:
-            self._grad_local.set_(torch.empty(0, dtype=self.local.dtype, device=self.local.device))  # type: ignore[call-overload]
+            # type: ignore[call-overload]
+            self._grad_local.set_(torch.empty(0, dtype=self.local.dtype, device=self.local.device))
 
     def _collect(self, leaf: Tensor) -> None:
         """After every microbatch: the gradient in the stored dtype, with ZeRO-2 already reduced."""
@@ -96,7 +107,9 @@ class StoredParameter:
         return convert_stored(grad, self.used.grad, self.spec, self.ranks)
 
     def end_step(self) -> None:
-        """Adds the step's gradient, reduced to the stored spec and over tied copies, to the parameter's `grad`."""
+        """Adds the step's gradient, reduced to the stored spec and over tied copies, to the
+        parameter's `grad`.
+        """
         grad = self._collected if self._collected is not None else self.leaf.grad
         self.leaf.grad, self._collected = None, None
         if grad is not None and self.entry.zero != 2:
@@ -108,7 +121,9 @@ class StoredParameter:
             self._add_to_grad(grad)
 
     def _add_to_grad(self, grad: Tensor) -> None:
-        """Adds to the parameter's gradient; where there is none, hands over the memory of `grad` without a copy."""
+        """Adds to the parameter's gradient; where there is none, hands over the memory of `grad`
+        without a copy.
+        """
         if self.parameter.grad is not None and self.parameter.grad is self._grad:
             assert self._grad_local is not None, "a gradient has memory"
             self._grad_local.add_(grad)
@@ -116,9 +131,15 @@ class StoredParameter:
         if self._grad is None:
             self._grad_local = grad.contiguous()
             wrap = isinstance(self.parameter, DTensor)
-            self._grad = as_dtensor(self._grad_local, self.entry.shape, self.spec, self.ranks) if wrap else self._grad_local
+            self._grad = (
+                as_dtensor(self._grad_local, self.entry.shape, self.spec, self.ranks)
+                if wrap
+                else self._grad_local
+            )
             if isinstance(self._grad, DTensor):
-                with torch.no_grad():  # with gradients on, to_local gives a view, whose memory cannot be exchanged for the DTensor's
+                # with gradients on, to_local gives a view, whose memory cannot be exchanged for the
+                # DTensor's
+                with torch.no_grad():
                     self._grad_local = self._grad.to_local()
         else:
             assert self._grad_local is not None, "a gradient has memory"
@@ -138,18 +159,33 @@ class StoredParameter:
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: ShardingSpec, ranks: Ranks) -> DTensor:
     """A local shard as a DTensor of global `shape` on the stage's mesh."""
     stride = torch.empty(shape, device="meta").stride()
-    result: DTensor = DTensor.from_local(local, ranks.stage_mesh, to_torch(spec), run_check=False, shape=torch.Size(shape), stride=stride)
+    result: DTensor = DTensor.from_local(
+        local,
+        ranks.stage_mesh,
+        to_torch(spec),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
     return result
 
 
-def make_parameter(name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks, compute_dtype: torch.dtype) -> StoredParameter:
-    """The stored form of one of the model's parameters; from a meta tensor the shard is left for loading."""
+def make_parameter(
+    name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks, compute_dtype: torch.dtype
+) -> StoredParameter:
+    """The stored form of one of the model's parameters; from a meta tensor the shard is left for
+    loading.
+    """
     spec = parse_spec(entry.spec)
     dtype = getattr(torch, entry.dtype)
     with torch.no_grad():
         if source.is_meta:
-            local = torch.empty(spec.local_shape(entry.shape, ranks.axis_sizes), dtype=dtype, device=ranks.device)
+            local = torch.empty(
+                spec.local_shape(entry.shape, ranks.axis_sizes), dtype=dtype, device=ranks.device
+            )
         else:
             local = own_shard(source.detach(), spec, ranks).to(device=ranks.device, dtype=dtype)
         data: Tensor = local if ranks.mesh is None else as_dtensor(local, entry.shape, spec, ranks)
-    return StoredParameter(name, entry, ranks, nn.Parameter(data, requires_grad=entry.trainable), local, compute_dtype)
+    return StoredParameter(
+        name, entry, ranks, nn.Parameter(data, requires_grad=entry.trainable), local, compute_dtype
+    )

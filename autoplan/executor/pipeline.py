@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running a stage's bodies over all microbatches: alone, or as one stage of a pipeline.
 
-Training pipelines run on `torch.distributed.pipelining`'s stage and schedule classes, with boundaries given explicitly;
-forward-only passes send and receive in order. The loss is a value of the last stage's graph, so a schedule's loss function
-only hands it over.
+Training pipelines run on `torch.distributed.pipelining`'s stage and schedule classes, with
+boundaries given explicitly; forward-only passes send and receive in order. The loss is a value of
+the last stage's graph, so a schedule's loss function only hands it over.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
-from autoplan.executor.local_ops import Moment
 from autoplan.executor.meshes import Ranks
+from autoplan.executor.special_ops import Moment
 from autoplan.executor.stage import Body, Returned, StageProgram
 from autoplan.graph import TensorMeta
 
@@ -29,7 +29,8 @@ _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 @dataclass
 class StageRun:
-    """One step of one stage: the values its bodies read, and what they give besides boundary tensors.
+    """One step of one stage: the values its bodies read, and what they give besides boundary
+    tensors.
 
     Attributes:
         program: The stage.
@@ -48,21 +49,33 @@ class StageRun:
         """One microbatch through a body; what it returns, by name."""
         moment = Moment(microbatch, self.num_microbatches, self.seed)
         feeds = [received[n] if n in received else self.values[n] for n in body.feeds[1:]]
-        hooks = self.program.regather.hooks() if self.program.regather is not None and torch.is_grad_enabled() else contextlib.nullcontext()
+        hooks = (
+            self.program.regather.hooks()
+            if self.program.regather is not None and torch.is_grad_enabled()
+            else contextlib.nullcontext()
+        )
         with hooks:
             results = body.module(moment, *feeds)
         return {r.name: x for r, x in zip(body.returns, results)}
 
 
 class _StageModule(nn.Module):
-    """A training body as torch.distributed.pipelining calls it: boundary tensors in, boundary tensors or the loss out."""
+    """A training body as torch.distributed.pipelining calls it: boundary tensors in, boundary
+    tensors or the loss out.
+    """
 
-    def __init__(self, run: Callable[[int, Mapping[str, Tensor]], dict[str, Tensor]], receives: tuple[str, ...], sends: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        run: Callable[[int, Mapping[str, Tensor]], dict[str, Tensor]],
+        receives: tuple[str, ...],
+        sends: tuple[str, ...],
+    ) -> None:
         super().__init__()
         self.run, self.receives, self.sends = run, receives, sends
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> tuple[Tensor, ...] | Tensor:
-        inputs = [_ContiguousGradient.apply(x) if x.requires_grad else x for x in received]  # type: ignore[no-untyped-call]
+        # type: ignore[no-untyped-call]
+        inputs = [_ContiguousGradient.apply(x) if x.requires_grad else x for x in received]
         results = self.run(int(microbatch), dict(zip(self.receives, inputs)))
         return tuple(results[n].contiguous() for n in self.sends) if self.sends else results["loss"]
 
@@ -86,12 +99,33 @@ def _hand_over(output: Tensor, target: Tensor) -> Tensor:
 class Pipeline:
     """The stage of this rank in torch's pipeline runtime; made once, run every step."""
 
-    def __init__(self, program: StageProgram, schedule: str, num_microbatches: int, num_stages: int, ranks: Ranks, loss: str | None) -> None:
-        self.program, self.num_microbatches, self.ranks, self.loss = program, num_microbatches, ranks, loss
+    def __init__(
+        self,
+        program: StageProgram,
+        schedule: str,
+        num_microbatches: int,
+        num_stages: int,
+        ranks: Ranks,
+        loss: str | None,
+    ) -> None:
+        self.program, self.num_microbatches, self.ranks, self.loss = (
+            program,
+            num_microbatches,
+            ranks,
+            loss,
+        )
         self.current: StageRun | None = None
-        module = _StageModule(self._run, tuple(n for n, _, _ in program.receives), tuple(n for n, _, _ in program.sends))
+        module = _StageModule(
+            self._run,
+            tuple(n for n, _, _ in program.receives),
+            tuple(n for n, _, _ in program.sends),
+        )
         is_last = ranks.stage == num_stages - 1
-        outputs = [_example(m, g) for _, m, g in program.sends] if not is_last else [_loss_example(program, loss)]
+        outputs = (
+            [_example(m, g) for _, m, g in program.sends]
+            if not is_last
+            else [_loss_example(program, loss)]
+        )
         stage = PipelineStage(
             module,
             ranks.stage,
@@ -129,7 +163,9 @@ class Pipeline:
 
 
 def _example(meta: TensorMeta, carries_gradient: bool) -> Tensor:
-    return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta", requires_grad=carries_gradient)
+    return torch.empty(
+        meta.shape, dtype=getattr(torch, meta.dtype), device="meta", requires_grad=carries_gradient
+    )
 
 
 def _loss_example(program: StageProgram, loss: str | None) -> Tensor:
@@ -139,14 +175,18 @@ def _loss_example(program: StageProgram, loss: str | None) -> Tensor:
 
 
 def keep_updates(run: StageRun, body: Body, results: Mapping[str, Tensor]) -> None:
-    """Notes the new values of buffers; they are the same in every microbatch, so the last one stands."""
+    """Notes the new values of buffers; they are the same in every microbatch, so the last one
+    stands.
+    """
     for returned in body.returns:
         if returned.over_time == "R" and not results[returned.name].requires_grad:
             run.updates[returned.name] = results[returned.name]
 
 
 def train_alone(run: StageRun, loss: str) -> Tensor:
-    """All microbatches forward and backward on a plan of one stage; the sum of their losses (a sum over ranks not yet taken)."""
+    """All microbatches forward and backward on a plan of one stage; the sum of their losses (a sum
+    over ranks not yet taken).
+    """
     total: Tensor | None = None
     for microbatch in range(run.num_microbatches):
         results = run.run(run.program.training, microbatch, {})
@@ -169,7 +209,9 @@ def run_forward(run: StageRun, ranks: Ranks, num_stages: int) -> dict[str, Tenso
             received[name] = buffer
         results = run.run(run.program.full, microbatch, received)
         for name, _, _ in run.program.sends:
-            dist.send(results[name].contiguous(), group=ranks.pipeline_group, group_dst=ranks.stage + 1)
+            dist.send(
+                results[name].contiguous(), group=ranks.pipeline_group, group_dst=ranks.stage + 1
+            )
         for name, value in zip((r.name for r in run.program.full.returns), results.values()):
             parts.setdefault(name, []).append(value)
     sends = {n for n, _, _ in run.program.sends}

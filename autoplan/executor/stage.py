@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One stage of a plan as a module of local ops and explicit collectives.
 
-`build_stage` cuts the captured graph as the plan says and rewrites this rank's stage into three `torch.fx` modules: the
-prologue (what the whole batch needs once), the training body (one microbatch to boundary tensors and loss) and the full body
-(one microbatch to the model's outputs). Their printed code shows every collective by name. Values travel in the layout that
-their producer gives; a use in another layout is one `Conversion` node, shared by all uses in that layout.
+`build_stage` cuts the captured graph as the plan says and rewrites this rank's stage into three
+`torch.fx` modules: the prologue (what the whole batch needs once), the training body (one
+microbatch to boundary tensors and loss) and the full body (one microbatch to the model's outputs).
+Their printed code shows every collective by name. Values travel in the layout that their producer
+gives; a use in another layout is one `Conversion` node, shared by all uses in that layout.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.errors import PlanError
 from autoplan.executor.collectives import Conversion, Regather
-from autoplan.executor.local_ops import LocalOp, Moment, local_call
+from autoplan.executor.local_op import LocalOp
+from autoplan.executor.local_ops import local_call
 from autoplan.executor.meshes import Ranks
+from autoplan.executor.special_ops import Moment
 from autoplan.graph import Graph, Op, Ref, TensorMeta
 from autoplan.placements import Layout, R, ShardingSpec, parse_layout
 from autoplan.plan import Plan
@@ -90,7 +93,9 @@ class StageProgram:
 
 
 def _from_parameters(graph: Graph, cut: StageCut) -> frozenset[str]:
-    """Values that parameters alone decide: what a gather of them gives can be had again at any time."""
+    """Values that parameters alone decide: what a gather of them gives can be had again at any
+    time.
+    """
     found = {n for n in cut.values if graph.values[n].kind == "parameter"}
     for op in cut.ops:
         if op.inputs and all(n in found for n in op.inputs):
@@ -120,8 +125,22 @@ def build_stage(graph: Graph, plan: Plan, ranks: Ranks) -> StageProgram:
 
 
 class _StageBuilder:
-    def __init__(self, graph: Graph, cut_graph: Graph, batch: Batch, plan: Plan, ranks: Ranks, stages: tuple[StageCut, ...]) -> None:
-        self.graph, self.cut_graph, self.batch, self.plan, self.ranks = graph, cut_graph, batch, plan, ranks
+    def __init__(
+        self,
+        graph: Graph,
+        cut_graph: Graph,
+        batch: Batch,
+        plan: Plan,
+        ranks: Ranks,
+        stages: tuple[StageCut, ...],
+    ) -> None:
+        self.graph, self.cut_graph, self.batch, self.plan, self.ranks = (
+            graph,
+            cut_graph,
+            batch,
+            plan,
+            ranks,
+        )
         self.stage_plan = plan.stages[ranks.stage]
         self.cut = stages[ranks.stage]
         self.next_cut = plan.stages[ranks.stage + 1] if ranks.stage + 1 < len(plan.stages) else None
@@ -132,7 +151,8 @@ class _StageBuilder:
         self.numbers = {op.name: i for i, op in enumerate(graph.ops)}
         self._note_layouts()
 
-    # -- layouts --------------------------------------------------------------------------------------------------
+    # -- layouts
+    # --------------------------------------------------------------------------------------------------
 
     def _note_layouts(self) -> None:
         whole = ShardingSpec((R, R))
@@ -150,7 +170,9 @@ class _StageBuilder:
         """The op's input and output layouts in the plan."""
         index = self.plan.op_strategies.get(op.name)
         if index is None:
-            raise PlanError(f"the plan has no strategy for op {op.name} ({op.target}). It was made for another model: plan again.")
+            raise PlanError(
+                f"the plan has no strategy for op {op.name} ({op.target}). It was made for another model: plan again."
+            )
         chosen = self.plan.strategies[index]
         return tuple(map(parse_layout, chosen.inputs)), tuple(map(parse_layout, chosen.outputs))
 
@@ -166,34 +188,60 @@ class _StageBuilder:
             inputs=inputs,
             outputs=outputs,
             global_inputs=tuple(original[n.removesuffix("@rows")].meta for n in op.inputs),
-            global_outputs=tuple(original[n.removesuffix("@rows")].meta if n else None for n in op.outputs),
+            global_outputs=tuple(
+                original[n.removesuffix("@rows")].meta if n else None for n in op.outputs
+            ),
             local_inputs=tuple(self.local_meta(n, layout) for n, layout in zip(op.inputs, inputs)),
-            local_outputs=tuple(self.local_meta(n, layout) if n else None for n, layout in zip(op.outputs, outputs)),
+            local_outputs=tuple(
+                self.local_meta(n, layout) if n else None for n, layout in zip(op.outputs, outputs)
+            ),
             index=self.numbers.get(op.name, len(self.numbers)),
             over_time=any(self.batch.over_time.get(n) == "S" for n in op.outputs if n),
         )
 
-    # -- programs -------------------------------------------------------------------------------------------------
+    # -- programs
+    # -------------------------------------------------------------------------------------------------
 
     def build(self) -> StageProgram:
         sends = [Returned(n, layout, "S") for n, layout in self._sent()]
         here = self._made_here()
         graph = self.graph
         loss = [self._returned(graph.loss, whole=False)] if graph.loss in here else []
-        updates = [self._returned(n, whole=True) for n in dict.fromkeys(graph.buffer_updates.values()) if n in here]
-        outputs = [self._returned(n, whole=True) for n in dict.fromkeys(self.cut_graph.outputs) if n in here and n not in {s.name for s in sends}]
-        outputs += [self._returned(n, whole=True) for n in dict.fromkeys(self.cut_graph.outputs) if n in here and n in {s.name for s in sends}]
+        updates = [
+            self._returned(n, whole=True)
+            for n in dict.fromkeys(graph.buffer_updates.values())
+            if n in here
+        ]
+        outputs = [
+            self._returned(n, whole=True)
+            for n in dict.fromkeys(self.cut_graph.outputs)
+            if n in here and n not in {s.name for s in sends}
+        ]
+        outputs += [
+            self._returned(n, whole=True)
+            for n in dict.fromkeys(self.cut_graph.outputs)
+            if n in here and n in {s.name for s in sends}
+        ]
         prologue_names = self.batch.prologue if self.is_cut else frozenset()
         body_ops = [op for op in self.cut.ops if op.name not in prologue_names]
-        prologue = self._prologue([op for op in self.cut.ops if op.name in prologue_names], body_ops, [*loss, *updates, *outputs])
+        prologue = self._prologue(
+            [op for op in self.cut.ops if op.name in prologue_names],
+            body_ops,
+            [*loss, *updates, *outputs],
+        )
         training = self._body(body_ops, [*sends, *loss, *updates], recompute=True)
         return StageProgram(
             self.cut,
             prologue,
             training,
             self._body(body_ops, [*sends, *outputs], recompute=False),
-            tuple((t.name, self.local_meta(t.name, self.made[t.name]), self._carries(t.name)) for t in self.stage_plan.receives),
-            tuple((r.name, self.local_meta(r.name, r.layout), self._carries(r.name)) for r in sends),
+            tuple(
+                (t.name, self.local_meta(t.name, self.made[t.name]), self._carries(t.name))
+                for t in self.stage_plan.receives
+            ),
+            tuple(
+                (r.name, self.local_meta(r.name, r.layout), self._carries(r.name)) for r in sends
+            ),
             self.regather if self.has_regather else None,
         )
 
@@ -203,7 +251,9 @@ class _StageBuilder:
         return [(t.name, parse_layout(t.layout)) for t in self.next_cut.receives]
 
     def _made_here(self) -> set[str]:
-        """Values whose op is this stage's own; those of free ops and leaves count for the last stage."""
+        """Values whose op is this stage's own; those of free ops and leaves count for the last
+        stage.
+        """
         last = self.ranks.stage == len(self.plan.stages) - 1
         received = {t.name for t in self.stage_plan.receives}
         chain = {n for op in self.cut.ops for n in op.outputs if n} - received
@@ -244,7 +294,9 @@ class _StageBuilder:
         scope = _Scope(self, root)
         segments = self._segments(needed) if recompute else [(None, needed)]
         made_inside = {n for op in needed for n in op.outputs if n}
-        feeds = [n for n in dict.fromkeys(n for op in needed for n in op.inputs) if n not in made_inside]
+        feeds = [
+            n for n in dict.fromkeys(n for op in needed for n in op.inputs) if n not in made_inside
+        ]
         feeds += [r.name for r in returns if r.name not in made_inside and r.name not in feeds]
         for name in feeds:
             scope.feed(name)
@@ -254,7 +306,11 @@ class _StageBuilder:
                     scope.emit(op)
             else:
                 later = [op for _, part in segments[number + 1 :] for op in part]
-                scope.emit_recomputed(label, segment, {n for op in later for n in op.inputs} | {r.name for r in returns})
+                scope.emit_recomputed(
+                    label,
+                    segment,
+                    {n for op in later for n in op.inputs} | {r.name for r in returns},
+                )
         scope.graph.output(tuple(scope.in_layout(r.name, r.layout) for r in returns))
         module = fx.GraphModule(root, scope.graph, class_name=f"Stage{self.ranks.stage}")
         return Body(module, (MOMENT, *feeds), tuple(returns))
@@ -268,7 +324,12 @@ class _StageBuilder:
         users: dict[str, set[str | None]] = {}
         for op in reversed(ops):  # a free op joins the layer that alone uses it
             mine = {label for n in op.outputs if n for label in users.get(n, {None})}
-            if label_of[op.name] is None and len(mine) == 1 and None not in mine and not op.module_path:
+            if (
+                label_of[op.name] is None
+                and len(mine) == 1
+                and None not in mine
+                and not op.module_path
+            ):
                 label_of[op.name] = next(iter(mine))
             for name in op.inputs:
                 users.setdefault(name, set()).add(label_of[op.name])
@@ -276,11 +337,17 @@ class _StageBuilder:
 
 
 def _label(op: Op, labels: Iterable[str]) -> str | None:
-    return next((x for x in labels if op.module_path == x or op.module_path.startswith(f"{x}.")), None)
+    return next(
+        (x for x in labels if op.module_path == x or op.module_path.startswith(f"{x}.")), None
+    )
 
 
-def _grouped(ops: list[Op], label_of: Mapping[str, str | None]) -> list[tuple[str | None, list[Op]]]:
-    """Each label's ops at the place of its first one, if nothing outside that they need comes after it."""
+def _grouped(
+    ops: list[Op], label_of: Mapping[str, str | None]
+) -> list[tuple[str | None, list[Op]]]:
+    """Each label's ops at the place of its first one, if nothing outside that they need comes after
+    it.
+    """
     order: list[tuple[str | None, list[Op]]] = []
     place: dict[str, int] = {}
     for op in ops:
@@ -298,13 +365,17 @@ def _grouped(ops: list[Op], label_of: Mapping[str, str | None]) -> list[tuple[st
     result: list[tuple[str | None, list[Op]]] = []
     for label, group in _hoisted(order, label_of):
         for op in group:
-            assert all(n in made or n not in inside for n in op.inputs), f"{op.name} runs before its inputs"
+            assert all(n in made or n not in inside for n in op.inputs), (
+                f"{op.name} runs before its inputs"
+            )
             made.update(n for n in op.outputs if n)
         result.append((label, group))
     return result
 
 
-def _hoisted(order: list[tuple[str | None, list[Op]]], label_of: Mapping[str, str | None]) -> list[tuple[str | None, list[Op]]]:
+def _hoisted(
+    order: list[tuple[str | None, list[Op]]], label_of: Mapping[str, str | None]
+) -> list[tuple[str | None, list[Op]]]:
     """Unlabelled ops that a labelled group before them needs move in front of that group."""
     ops = [op for _, group in order for op in group]
     maker = {n: op for op in ops for n in op.outputs if n}
@@ -353,7 +424,9 @@ class _Recomputed(nn.Module):
 
 
 class _Scope:
-    """One fx graph being written: values by name, in the layout they were made in, and their conversions."""
+    """One fx graph being written: values by name, in the layout they were made in, and their
+    conversions.
+    """
 
     def __init__(self, builder: _StageBuilder, root: nn.Module) -> None:
         self.builder, self.root = builder, root
@@ -373,7 +446,9 @@ class _Scope:
         return unique
 
     def in_layout(self, name: str, layout: Layout) -> fx.Node:
-        """The value in this layout: as made, or through one conversion shared by all who want the same."""
+        """The value in this layout: as made, or through one conversion shared by all who want the
+        same.
+        """
         made = self.builder.made[name]
         carries = self.builder._carries(name)
         if not carries:
@@ -419,7 +494,9 @@ class _Scope:
             several = several or "[]" in str(function._schema.returns[0].type)
         for i, name in enumerate(op.outputs):
             if name:
-                self.nodes[name] = self.graph.call_function(operator.getitem, (node, i)) if several else node
+                self.nodes[name] = (
+                    self.graph.call_function(operator.getitem, (node, i)) if several else node
+                )
 
     def emit_recomputed(self, label: str, ops: list[Op], used_later: set[str]) -> None:
         """A layer as a module of its own, run under recomputation."""
@@ -434,7 +511,9 @@ class _Scope:
             inner.emit(op)
         inner.graph.output(tuple(inner.nodes[n] for n in results))
         module = _Recomputed(fx.GraphModule(root, inner.graph, class_name="RecomputedLayer"))
-        node = self.graph.call_module(self.module(_identifier(label), module), (self.moment, *(self.nodes[n] for n in feeds)))
+        node = self.graph.call_module(
+            self.module(_identifier(label), module), (self.moment, *(self.nodes[n] for n in feeds))
+        )
         for i, name in enumerate(results):
             self.nodes[name] = self.graph.call_function(operator.getitem, (node, i))
 

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from pretend import Place, Sizes, parts_of, places_of, wrong_part
 
 from autoplan.canonical import canonicalize
-from autoplan.executor.local_ops import LocalOp, Moment, local_call
+from autoplan.executor.local_op import LocalOp
+from autoplan.executor.local_ops import local_call
+from autoplan.executor.special_ops import Moment
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
 from autoplan.placements import Layout
 from autoplan.sharding.factors import OpRule

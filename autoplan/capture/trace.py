@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nn.Module + example inputs -> Graph, through `torch.export`.
+
+In: any module that `torch.export` accepts, on any device (meta too), and one global batch. Out: a
+`Captured`: the torch-free `Graph`, and what the executor needs to run it (constants, the structure
+of inputs and outputs). The module object, its tensors and the caller's random state are untouched:
+the trace runs on a structural copy that shares the tensors.
+
+Reading the exported graph is `builder.py`'s; rewriting ATen calls into autoplan's own few ops lives
+in `canonical.py`. Backward is not captured (DESIGN 2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree  # checked on 2.13; torch.export's own containers use it
+
+from autoplan.capture.builder import build_graph
+from autoplan.capture.structure import InputLeaf, OutputTree, flatten_output, input_leaves
+from autoplan.errors import CaptureError
+from autoplan.graph import Graph
+
+ExampleInputs = Mapping[str, object] | tuple[object, ...]
+LossFn = Callable[[object, object], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model: the graph, and what ties it back to the module.
+
+    Attributes:
+        graph: What is computed.
+        leaves: The flattened example inputs, tensors and constants, in order.
+        output: The model's own output structure.
+        constants: Tensors the trace lifted out of the code, by value name.
+        positional: The example inputs were a tuple.
+    """
+
+    graph: Graph
+    leaves: tuple[InputLeaf, ...]
+    output: OutputTree
+    constants: Mapping[str, torch.Tensor]
+    positional: bool
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    loss_fn: LossFn | None = None,
+    mode: str = "train",
+    precision: str | None = None,
+) -> Captured:
+    """The model's graph for one global batch.
+
+    Args:
+        model: Any module; not modified.
+        example_inputs: The global batch: a dict of keyword inputs or a tuple of positional ones;
+            leaves may be non-tensors.
+        loss_fn: loss_fn(outputs, example_inputs) -> scalar; part of the graph. Default: the model's
+            own loss.
+        mode: "train" (a loss is required) or "infer".
+        precision: None keeps the model's dtypes; "bf16-mixed" holds floating parameters in float32
+            and casts them to bfloat16 for use.
+
+    Raises:
+        CaptureError: The model has no loss in train mode, branches on data, or cannot be exported;
+            names module and line.
+    """
+    positional = not isinstance(example_inputs, Mapping)
+    args = tuple(example_inputs) if positional else ()
+    kwargs = {} if positional else dict(example_inputs)
+    args, kwargs = _without_aliases((args, kwargs))
+    copied = _structural_copy(model, precision)
+    note = _OutputNote()
+    wrapper = _WithLoss(copied, loss_fn, mode, positional, note)
+    exported = _export(wrapper, args, kwargs)
+    leaves = input_leaves(args, kwargs)
+    assert note.tree is not None, "the trace has run the wrapper"
+    graph, constants = build_graph(model, exported, note.num_tensors, leaves, precision)
+    if mode == "train" and (graph.loss is None or not graph.values[graph.loss].requires_grad):
+        raise CaptureError(
+            f"{type(model).__name__} gives no loss that depends on a trainable parameter. Train mode needs one: pass labels so that the "
+            "model returns its own loss (a scalar, `.loss` or ['loss']), pass loss_fn(outputs, batch) -> scalar, or use mode='infer'."
+        )
+    graph.verify()
+    return Captured(graph, leaves, note.tree, constants, positional)
+
+
+@dataclass
+class _OutputNote:
+    """What the trace learns of the output's structure."""
+
+    tree: OutputTree | None = None
+    num_tensors: int = 0
+
+
+class _WithLoss(nn.Module):
+    """Runs the model and its loss, and notes the structure of the output while it is traced."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        mode: str,
+        positional: bool,
+        note: _OutputNote,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+        self._mode = mode
+        self._positional = positional
+        self.note = note  # torch.export undoes assignments to a module's own attributes
+        self.training = model.training
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+        outputs = self.model(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        self.note.tree = flatten_output(outputs, tensors)
+        self.note.num_tensors = len(tensors)
+        loss = None
+        if self._mode == "train":
+            loss = (
+                _own_loss(outputs)
+                if self._loss_fn is None
+                else self._loss_fn(outputs, args if self._positional else kwargs)
+            )
+        return (*tensors, loss) if loss is not None else tuple(tensors)
+
+
+def _own_loss(outputs: object) -> torch.Tensor | None:
+    """The scalar that the model itself returns: the output, its `.loss` or ["loss"], or the first
+    of a tuple.
+    """
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif hasattr(outputs, "loss"):
+        found = outputs.loss
+    elif isinstance(outputs, tuple | list) and outputs:
+        found = outputs[0]
+    return (
+        found
+        if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point()
+        else None
+    )
+
+
+def _without_aliases(
+    tree: tuple[tuple[object, ...], dict[str, object]],
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The same inputs with a tensor that is passed twice cloned: torch.export wires both uses to
+    one input otherwise.
+    """
+    seen: set[int] = set()
+
+    def once(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in seen:
+                return leaf.clone()
+            seen.add(id(leaf))
+        return leaf
+
+    result: tuple[tuple[object, ...], dict[str, object]] = pytree.tree_map(once, tree)
+    return result
+
+
+def _structural_copy(model: nn.Module, precision: str | None) -> nn.Module:
+    """A copy of the module objects that shares every tensor (with "bf16-mixed": parameters in
+    bfloat16 on the same device).
+    """
+    if precision not in (None, "bf16-mixed"):
+        raise CaptureError(
+            f"precision {precision!r} is not known. Use None (the model's own dtypes) or 'bf16-mixed'."
+        )
+    memo: dict[int, object] = {}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = tensor
+            if (
+                precision == "bf16-mixed"
+                and isinstance(tensor, nn.Parameter)
+                and tensor.is_floating_point()
+            ):
+                memo[id(tensor)] = nn.Parameter(
+                    tensor.to(torch.bfloat16), requires_grad=tensor.requires_grad
+                )
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def _export(
+    wrapper: _WithLoss, args: tuple[object, ...], kwargs: dict[str, object]
+) -> torch.export.ExportedProgram:
+    try:
+        with _random_state_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.export warns of its own internals
+            return torch.export.export(wrapper, args, kwargs, strict=False).run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:  # torch.export has no base class of its own for what it refuses
+        raise CaptureError(_explain(error, wrapper)) from error
+
+
+def _explain(error: Exception, wrapper: _WithLoss) -> str:
+    """torch.export's refusal as one message: what, where in the model's code, what to do."""
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
+    paths = {id(m): name for name, m in wrapper.model.named_modules()}
+    inside = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        frames.append((code.co_filename, str(line), code.co_name))
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        inside = owner if id(owner) in paths else inside  # the innermost module whose method runs
+    own = [
+        f
+        for f in frames
+        if "/torch/" not in f[0] and "/autoplan/" not in f[0] and f[2] != "<module>"
+    ]
+    where = f" at {own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]} in {own[-1][2]}" if own else ""
+    if inside is not None:
+        path = paths[id(inside)]
+        where += f" ({f'module {path!r}, a ' if path else ''}{type(inside).__name__})"
+    if (
+        "data-dependent" in text
+        or "DataDependent" in type(error).__name__
+        or "Could not guard" in text
+    ):
+        return (
+            f"the model cannot be captured{where}: the code branches on the values of a tensor, which a plan cannot know. Make the branch "
+            "depend on shapes or configuration only, or use torch.where."
+        )
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return f"torch.export cannot capture the model{where}: {first[:300]}"
