@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError, PlanError
 from autoplan.placements import Partial, Shard, parse_spec
-from autoplan.plan import ClusterSummary, InputTensor, Plan, Settings, Signature
+from autoplan.plan import ClusterSummary, InputTensor, Plan, Scalar, Settings, Signature
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from autoplan.capture import Captured
     from autoplan.executor.module import ParallelModule
     from autoplan.graph import Graph
+    from autoplan.solver.assemble import Setting
+    from autoplan.solver.pins import Pinned
+    from autoplan.solver.space import Space
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 MODES = ("train", "infer")
@@ -106,7 +109,9 @@ def optimize(
     """
     from autoplan.capture import capture
     from autoplan.costs.profile import Profiles
+    from autoplan.solver.account import alternatives
     from autoplan.solver.assemble import assemble
+    from autoplan.solver.decision import decide
     from autoplan.solver.search import Search
     from autoplan.solver.space import Space
 
@@ -123,8 +128,8 @@ def optimize(
         space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress
     )
     search.run()
-    decision, figures = search.decide()
-    figures = replace(figures, alternatives=search.alternatives(top))
+    decision, figures = decide(search)
+    figures = replace(figures, alternatives=alternatives(search, top))
     settings = Settings(
         mode=mode,
         optimizer=optimizer,
@@ -163,7 +168,8 @@ def parallelize(
     check_world(plan)
     if type(model).__name__ != plan.model.name:
         raise PlanError(
-            f"the plan was made for another model: it is a {plan.model.name}, this is a {type(model).__name__}. Plan again, or load the planned model."
+            f"the plan was made for another model: it is a {plan.model.name}, "
+            f"this is a {type(model).__name__}. Plan again, or load the planned model."
         )
     inputs = _example_inputs(model, plan)
     captured = capture(
@@ -171,7 +177,8 @@ def parallelize(
     )
     if captured.graph.digest != plan.fingerprint.graph:
         raise PlanError(
-            f"the plan was made for another model: {_first_difference(plan, captured)}. Plan again, or load the planned model."
+            f"the plan was made for another model: {_first_difference(plan, captured)}. "
+            f"Plan again, or load the planned model."
         )
     return ParallelModule(model, captured, plan, buffers or {})
 
@@ -198,7 +205,8 @@ def _check(mode: str, optimizer: str, memory_reserve: float, pins: Pins) -> None
     stages, parts = pins.pp or 1, pins.num_microbatches
     if pins.schedule == "1f1b" and parts is not None and parts < stages:
         raise InfeasibleError(
-            f"schedule 1f1b cannot run num_microbatches={parts} on pp={stages} stages: it starts with a microbatch on every stage. "
+            f"schedule 1f1b cannot run num_microbatches={parts} on pp={stages} stages: "
+            f"it starts with a microbatch on every stage. "
             f"Use at least {stages} microbatches, or schedule='gpipe'."
         )
 
@@ -233,7 +241,8 @@ def _placements(graph: Graph, pins: Pins, num_devices: int) -> tuple[tuple[str, 
                 aliases[first] = spec
             if (name != first or first in aliases) and found.get(first, spec) != spec:
                 wrong.append(
-                    f"{name} and {first} are one tensor and cannot be placed as {spec} and as {found[first]}"
+                    f"{name} and {first} are one tensor and cannot be placed "
+                    f"as {spec} and as {found[first]}"
                 )
             found[first] = spec
     for name, spec in found.items():
@@ -255,7 +264,10 @@ def _spec_problems(
         yield f"{name}: {error}"
         return
     if len(spec) != 2 or any(isinstance(p, Partial) for p in spec):
-        yield f"{name}: {text!r} is not a placement over (dp, tp); write one of R, S(dim) for each, as in 'RS(0)'"
+        yield (
+            f"{name}: {text!r} is not a placement over (dp, tp); "
+            f"write one of R, S(dim) for each, as in 'RS(0)'"
+        )
         return
     for axis, degree, placement in zip(("dp", "tp"), (pins.dp, pins.tp), spec):
         if not isinstance(placement, Shard):
@@ -269,11 +281,14 @@ def _spec_problems(
             instead = (
                 f"leave it replicated ('RR'){' or split ' + ' or '.join(others) if others else ''}"
             )
-            yield f"{name}: dim {placement.dim} has {size} elements, which {axis}={degree} does not divide (valid {axis}: {valid}); {instead}"
+            yield (
+                f"{name}: dim {placement.dim} has {size} elements, which {axis}={degree} "
+                f"does not divide (valid {axis}: {valid}); {instead}"
+            )
 
 
-def _pinned(pins: Pins, placements: tuple[tuple[str, str], ...]):  # type: ignore[no-untyped-def]
-    from autoplan.solver.space import Pinned
+def _pinned(pins: Pins, placements: tuple[tuple[str, str], ...]) -> Pinned:
+    from autoplan.solver.pins import Pinned
 
     return Pinned(
         pins.tp,
@@ -288,8 +303,15 @@ def _pinned(pins: Pins, placements: tuple[tuple[str, str], ...]):  # type: ignor
     )
 
 
-# type: ignore[no-untyped-def]
-def _setting(model, captured, space, cluster, settings, profiles_digest):
+def _setting(
+    model: nn.Module,
+    captured: Captured,
+    space: Space,
+    cluster: Cluster,
+    settings: Settings,
+    profiles_digest: str,
+) -> Setting:
+    """What the plan is for, as `assemble` writes it down."""
     import torch
 
     from autoplan.solver.assemble import Setting
@@ -304,6 +326,10 @@ def _setting(model, captured, space, cluster, settings, profiles_digest):
         for x in captured.leaves
         if x.value
     )
+    # capture takes no other constants
+    constants = cast(
+        "dict[str, Scalar]", {x.path: x.constant for x in captured.leaves if not x.value}
+    )
     persistent = set(model.state_dict(keep_vars=True))
     return Setting(
         graph=captured.graph,
@@ -311,7 +337,7 @@ def _setting(model, captured, space, cluster, settings, profiles_digest):
         signature=Signature(
             positional=captured.positional,
             tensors=tensors,
-            constants={x.path: x.constant for x in captured.leaves if not x.value},
+            constants=constants,
         ),
         settings=settings,
         cluster=ClusterSummary(
@@ -377,7 +403,8 @@ def _first_difference(plan: Plan, captured: Captured) -> str:
         if tuple(entry.shape) != value.meta.shape:
             return f"{value.name!r} has shape {tuple(entry.shape)} in it, here {value.meta.shape}"
         if entry.dtype != (value.stored_dtype or value.meta.dtype):
-            return f"{value.name!r} is {entry.dtype} in it, here {value.stored_dtype or value.meta.dtype}"
+            here = value.stored_dtype or value.meta.dtype
+            return f"{value.name!r} is {entry.dtype} in it, here {here}"
     missing = [
         n
         for n in plan.parameters
@@ -386,5 +413,11 @@ def _first_difference(plan: Plan, captured: Captured) -> str:
     if missing:
         return f"it has a parameter {missing[0]!r} that this model lacks"
     if plan.model.num_ops != len(graph.ops):
-        return f"it has {plan.model.num_ops} ops, this model {len(graph.ops)} (another mode, loss or library version)"
-    return f"its graph is {plan.fingerprint.graph}, this one's {graph.digest} (ops or arguments differ)"
+        return (
+            f"it has {plan.model.num_ops} ops, this model {len(graph.ops)} "
+            f"(another mode, loss or library version)"
+        )
+    return (
+        f"its graph is {plan.fingerprint.graph}, this one's {graph.digest} "
+        f"(ops or arguments differ)"
+    )

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graph -> Graph: ATen calls that mean the same become one form, and a few become autoplan's own
-ops.
+"""Graph -> Graph: ATen calls that mean the same become one form, a few autoplan's own ops.
 
 - Aliases and copies that change nothing (clone, contiguous, alias, casts to the own dtype)
   disappear.
@@ -23,9 +22,16 @@ from types import MappingProxyType
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
 
 _IDENTITIES = frozenset(
-    {"aten.alias.default", "aten.clone.default", "aten.contiguous.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default",
-     "aten.positive.default", "aten.view_as_real_copy.default"}
-)  # fmt: skip
+    {
+        "aten.alias.default",
+        "aten.clone.default",
+        "aten.contiguous.default",
+        "aten.lift_fresh_copy.default",
+        "aten.lift_fresh.default",
+        "aten.positive.default",
+        "aten.view_as_real_copy.default",
+    }
+)
 _RESHAPES = frozenset(
     {
         "aten.view.default",
@@ -40,9 +46,14 @@ _RESHAPES = frozenset(
     }
 )
 _BATCH_NORMS = frozenset(
-    {"aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default", "aten.batch_norm.default",
-     "aten._native_batch_norm_legit.no_stats", "aten.cudnn_batch_norm.default"}
-)  # fmt: skip
+    {
+        "aten._native_batch_norm_legit_functional.default",
+        "aten._native_batch_norm_legit_no_training.default",
+        "aten.batch_norm.default",
+        "aten._native_batch_norm_legit.no_stats",
+        "aten.cudnn_batch_norm.default",
+    }
+)
 IGNORE_INDEX = -100
 
 
@@ -147,8 +158,10 @@ class _Rewriter:
             )
 
     def batch_norm(self, op: Op) -> None:
-        """Inputs: input[, weight, bias][, running_mean, running_var]; outputs: output, new running
-        mean, new running var.
+        """Batch norm with its statistics as outputs.
+
+        Inputs: input[, weight, bias][, running_mean, running_var]. Outputs: output, new running
+        mean, new running variance.
         """
         given = op.arguments
         training = bool(
@@ -173,8 +186,9 @@ class _Rewriter:
         self.emit(_replace(op, target="autoplan.batch_norm", arguments=arguments, outputs=outputs))
 
     def cross_entropy(self, op: Op) -> None:
-        """mean -> sum / count; sum -> sum; none stays per element. Label smoothing needs all
-        classes, so it stays inside the sum.
+        """mean -> sum / count; sum -> sum; none stays per element.
+
+        Label smoothing needs all classes, so it stays inside the sum.
         """
         given = op.arguments
         log_probs = "nll" in op.target  # the input is log-probabilities already
@@ -187,34 +201,30 @@ class _Rewriter:
             "label_smoothing": given.get("label_smoothing", 0.0),
             "log_probs": log_probs,
         }
-        if reduction == 0:
-            self.emit(
-                _replace(
-                    op, target="autoplan.cross_entropy", arguments=arguments, outputs=op.outputs[:1]
-                )
-            )
+        if reduction != 1:
+            target = "autoplan.cross_entropy" if reduction == 0 else "autoplan.cross_entropy_sum"
+            self.emit(_replace(op, target=target, arguments=arguments, outputs=op.outputs[:1]))
             return
-        if reduction == 2:
-            self.emit(
-                _replace(
-                    op,
-                    target="autoplan.cross_entropy_sum",
-                    arguments=arguments,
-                    outputs=op.outputs[:1],
-                )
-            )
-            return
+        self.mean_cross_entropy(op, arguments)
+
+    def mean_cross_entropy(self, op: Op, arguments: dict[str, object]) -> None:
+        """A sum over a count; `arguments` are those of the sum."""
+        given = op.arguments
         out = self.values[op.outputs[0]]
         total = Value(f"{op.name}.sum", out.meta, "activation", out.requires_grad)
         count = Value(f"{op.name}.count", out.meta, "activation", False)
         self.values[total.name], self.values[count.name] = total, count
         slots = [given["target"]] + ([given["weight"]] if given.get("weight") is not None else [])
         counted = tuple(op.inputs[s.index] for s in slots if isinstance(s, Ref))
-        target_shape = self.meta(counted[0])
-        count_args = {"target": Ref(0), "weight": Ref(1) if len(counted) > 1 else None, "ignore_index": arguments["ignore_index"],
-                      "num_classes": self.meta(op.inputs[0]).shape[1 if len(self.meta(op.inputs[0]).shape) > 1 else 0],
-                      # fmt: skip
-                      "dtype": out.meta.dtype, "probabilities": target_shape.is_floating}
+        logits_shape = self.meta(op.inputs[0]).shape
+        count_args = {
+            "target": Ref(0),
+            "weight": Ref(1) if len(counted) > 1 else None,
+            "ignore_index": arguments["ignore_index"],
+            "num_classes": logits_shape[1 if len(logits_shape) > 1 else 0],
+            "dtype": out.meta.dtype,
+            "probabilities": self.meta(counted[0]).is_floating,
+        }
         self.emit(
             _replace(
                 op,
@@ -246,9 +256,7 @@ class _Rewriter:
         )
 
     def index(self, op: Op) -> None:
-        """Marks (source dim, output dim) pairs in which the index runs over the whole source dim in
-        order.
-        """
+        """Marks (source dim, output dim) pairs where an index is all of the dim, in order."""
         indices = op.arguments["indices"]
         assert isinstance(indices, tuple), "index.Tensor takes a tuple of indices"
         source = self.meta(op.inputs[0]).shape

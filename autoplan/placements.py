@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,7 +98,8 @@ class ShardingSpec:
             if isinstance(placement, Shard):
                 if local[placement.dim] % (size * placement.blocks):
                     raise ValueError(
-                        f"dim {placement.dim} of {shape} does not divide as {self} on axes {axis_sizes}"
+                        f"dim {placement.dim} of {shape} does not divide as {self} "
+                        f"on axes {axis_sizes}"
                     )
                 local[placement.dim] //= size
         return tuple(local)
@@ -111,7 +112,7 @@ class ShardingSpec:
         return count
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_spec(text: str) -> ShardingSpec:
     """The spec written as `S(0)R`, `RS(1)P`.
 
@@ -121,7 +122,8 @@ def parse_spec(text: str) -> ShardingSpec:
     parts = re.findall(r"R|P|S\(\d+(?:/\d+)?\)", text)
     if "".join(parts) != text:
         raise ValueError(
-            f"{text!r} is not a sharding spec; write one of R, P, S(dim) per mesh axis, as in 'S(0)R'"
+            f"{text!r} is not a sharding spec; "
+            f"write one of R, P, S(dim) per mesh axis, as in 'S(0)R'"
         )
     return ShardingSpec(tuple(_PLAIN.get(p) or Shard(*map(int, p[2:-1].split("/"))) for p in parts))
 
@@ -142,7 +144,7 @@ class Layout:
         return str(self.value) if self.value == self.grad else f"{self.value}~{self.grad}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_layout(text: str) -> Layout:
     """The layout written as `S(0)R` or `S(0)R~S(0)P`.
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.export's graph -> our Graph: values and ops under the model's own names, tied tensors
-merged, buffer updates kept.
+"""torch.export's graph -> our Graph.
+
+Values and ops come under the model's own names, tied tensors are merged, buffer updates kept. The
+result is canonical (`canonical.py`); tracing is `trace.py`'s.
 """
 
 from __future__ import annotations
@@ -12,23 +14,120 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 
 from autoplan.canonical import canonicalize
 from autoplan.capture.structure import InputLeaf, dtype_name
 from autoplan.errors import CaptureError
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
 
+# where an op runs and how its memory lies is not part of what is computed
+_NOT_COMPUTED = frozenset(
+    ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
+)
 _IGNORED = ("aten._assert", "aten.sym_constrain", "aten.sym_size", "aten.sym_numel")
 
 
 class _GraphBuilder:
     """Walks the exported graph once and collects values and ops under the model's own names."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        exported: torch.export.ExportedProgram,
+        leaves: tuple[InputLeaf, ...],
+        precision: str | None,
+    ) -> None:
+        self.exported, self.precision = exported, precision
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
-        self.names: dict[torch.fx.Node, object] = {}  # node -> value name, or tuple of names
+        self.names: dict[torch.fx.Node, str | tuple[str, ...]] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.results: list[str | None] = []
+        self.updates: dict[str, str] = {}
+        self.first_name, self.shared = _shared_names(model)
+        named = model.named_parameters(remove_duplicate=False)
+        self.trainable = {name for name, p in named if p.requires_grad}
+        self._leaves = iter(leaves)
+
+    def walk(self) -> None:
+        """Visits every node; values, ops, constants, results and updates are then complete."""
+        signature = self.exported.graph_signature
+        inputs = iter(signature.input_specs)
+        for node in self.exported.graph.nodes:
+            if node.op == "placeholder":
+                self.add_input(node, next(inputs))
+            elif node.op == "call_function":
+                self.add_call(node)
+            elif node.op == "output":
+                for spec, out in zip(signature.output_specs, node.args[0]):
+                    self.add_output(spec, out)
+
+    def add_input(self, node: torch.fx.Node, spec: InputSpec) -> None:
+        """A placeholder: a parameter, buffer, constant or input, under the model's own name."""
+        tensor = node.meta.get("val")
+        target = str(spec.target).removeprefix("model.")
+        if spec.kind == InputKind.USER_INPUT:
+            leaf = next(self._leaves)
+            if leaf.value is not None:
+                assert isinstance(tensor, torch.Tensor), f"{leaf.value} is a tensor"
+                self.names[node] = self.add_value(leaf.value, tensor, "input", False)
+            return
+        kinds = {
+            InputKind.PARAMETER: "parameter",
+            InputKind.BUFFER: "buffer",
+            InputKind.CONSTANT_TENSOR: "constant",
+        }
+        if spec.kind not in kinds:
+            raise CaptureError(
+                f"the model takes a {spec.kind} ({spec.target}), which autoplan does not plan. "
+                "Pass tensors and plain values."
+            )
+        assert isinstance(tensor, torch.Tensor), f"{spec.target} is a tensor"
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            name = self.add_value(f"constant:{target}", tensor, "constant", False)
+            self.constants[name] = self.exported.constants[str(spec.target)]
+        else:
+            name = self.first_name.get(target, target)
+            if name not in self.values:
+                self._add_state(name, tensor, kinds[spec.kind])
+        self.names[node] = name
+
+    def _add_state(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        is_parameter = kind == "parameter"
+        mixed = self.precision == "bf16-mixed" and is_parameter and tensor.is_floating_point()
+        requires_grad = is_parameter and name in self.trainable
+        self.add_value(name, tensor, kind, requires_grad, "float32" if mixed else "")
+
+    def add_call(self, node: torch.fx.Node) -> None:
+        """A call: an op, one of an op's several results, or a check that is left out."""
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, torch.fx.Node), "getitem reads an op"
+            names = self.names[source]
+            assert isinstance(names, tuple), "getitem reads an op of several outputs"
+            assert isinstance(index, int), "results are numbered"
+            self.names[node] = names[index]
+        elif not str(node.target).startswith(_IGNORED):
+            if not isinstance(node.target, torch._ops.OpOverload):
+                raise CaptureError(
+                    f"{node.target} at {_where(node)} is control flow that autoplan does not plan. "
+                    "Use torch.where, or a branch on shapes or configuration."
+                )
+            self.add_op(node)
+
+    def add_output(self, spec: OutputSpec, out: object) -> None:
+        """A result: an output or the loss, or a buffer's new value."""
+        name = str(self.names[out]) if isinstance(out, torch.fx.Node) else None
+        if spec.kind == OutputKind.BUFFER_MUTATION:
+            self.updates[str(spec.target).removeprefix("model.")] = str(name)
+        elif spec.kind == OutputKind.USER_OUTPUT:
+            self.results.append(name)
+        else:
+            raise CaptureError(
+                f"the model changes its input {spec.target!r} in place. Return the new tensor "
+                "instead."
+            )
 
     def add_value(
         self,
@@ -59,26 +158,15 @@ class _GraphBuilder:
 
         arguments: dict[str, object] = {}
         for i, schema in enumerate(target._schema.arguments):
-            given = (
-                node.args[i]
-                if i < len(node.args)
-                else node.kwargs.get(schema.name, schema.default_value)
-            )
-            if schema.name in (
-                "device",
-                "layout",
-                "pin_memory",
-                "memory_format",
-                "non_blocking",
-                "generator",
-            ):
+            if schema.name in _NOT_COMPUTED:
                 continue
+            given = node.kwargs.get(schema.name, schema.default_value)
+            if i < len(node.args):
+                given = node.args[i]
             arguments[schema.name] = encode(given)
-        module_path = _module_path(node)
-        grad = (
-            any(self.values[name].requires_grad for name in inputs)
-            and target is not torch.ops.aten.detach.default
-        )
+        grad = any(self.values[name].requires_grad for name in inputs)
+        if target is torch.ops.aten.detach.default:
+            grad = False
         outputs = self._outputs(node, grad)
         self.ops.append(
             Op(
@@ -87,7 +175,7 @@ class _GraphBuilder:
                 tuple(inputs),
                 outputs,
                 MappingProxyType(arguments),
-                module_path,
+                _module_path(node),
                 _source(node),
             )
         )
@@ -95,14 +183,13 @@ class _GraphBuilder:
     def _outputs(self, node: torch.fx.Node, grad: bool) -> tuple[str, ...]:
         result = node.meta["val"]
         if isinstance(result, torch.Tensor):
-            name = self.add_value(
-                node.name, result, "activation", grad and _is_differentiable(result)
-            )
+            grad = grad and _is_differentiable(result)
+            name = self.add_value(node.name, result, "activation", grad)
             self.names[node] = name
             return (name,)
         if not isinstance(result, list | tuple):
             raise CaptureError(
-                f"{node.target} at {_source(node) or node.name} ({_module_path(node)}) gives a Python number that depends on data. "
+                f"{node.target} at {_where(node)} gives a Python number that depends on data. "
                 "Sizes must be known when planning: compute it from shapes, or keep it a tensor."
             )
         used = {user.args[1] for user in node.users if user.target is operator.getitem}
@@ -131,6 +218,10 @@ def _source(node: torch.fx.Node) -> str:
     return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
 
 
+def _where(node: torch.fx.Node) -> str:
+    return f"{_source(node) or node.name} ({_module_path(node)})"
+
+
 def build_graph(
     model: nn.Module,
     exported: torch.export.ExportedProgram,
@@ -138,46 +229,22 @@ def build_graph(
     leaves: tuple[InputLeaf, ...],
     precision: str | None,
 ) -> tuple[Graph, Mapping[str, torch.Tensor]]:
-    builder = _GraphBuilder()
-    signature = exported.graph_signature
-    first_name, shared = _shared_names(model)
-    trainable = {
-        name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
-    }
-    constants: dict[str, torch.Tensor] = {}
-    specs = iter(signature.input_specs)
-    user = iter(leaves)
-    updates: dict[str, str] = {}
-    for node in exported.graph.nodes:
-        if node.op == "placeholder":
-            spec = next(specs)
-            _add_input(
-                builder, node, spec, first_name, trainable, constants, exported, user, precision
-            )
-        elif node.op == "call_function":
-            if node.target is operator.getitem:
-                names = builder.names[node.args[0]]
-                assert isinstance(names, tuple), "getitem reads an op of several outputs"
-                builder.names[node] = names[node.args[1]]
-            elif not str(node.target).startswith(_IGNORED):
-                if not isinstance(node.target, torch._ops.OpOverload):
-                    raise CaptureError(
-                        f"{node.target} at {_source(node) or node.name} ({_module_path(node)}) is control flow that autoplan does not plan."
-                    )
-                builder.add_op(node)
-        elif node.op == "output":
-            results = []
-            for spec, out in zip(signature.output_specs, node.args[0]):
-                name = str(builder.names[out]) if isinstance(out, torch.fx.Node) else None
-                if spec.kind == OutputKind.BUFFER_MUTATION:
-                    updates[str(spec.target).removeprefix("model.")] = str(name)
-                elif spec.kind == OutputKind.USER_OUTPUT:
-                    results.append(name)
-                else:
-                    raise CaptureError(
-                        f"the model changes its input {spec.target!r} in place. Return the new tensor instead."
-                    )
-    loss = results[num_outputs] if len(results) > num_outputs else None
+    """The canonical graph of an exported model, and the values of its constants.
+
+    Args:
+        model: The module that was exported, under the name "model" of its wrapper.
+        exported: What torch.export gave for the wrapper.
+        num_outputs: Tensors of the model's own output; the loss, if there is one, follows them.
+        leaves: The flattened example inputs.
+        precision: None or "bf16-mixed".
+
+    Raises:
+        CaptureError: The model has control flow, data-dependent sizes, inputs that are neither
+            tensors nor plain values, or inputs that it changes in place.
+    """
+    builder = _GraphBuilder(model, exported, leaves, precision)
+    builder.walk()
+    results = builder.results
     graph = canonicalize(
         Graph(
             name=type(model).__name__,
@@ -185,48 +252,19 @@ def build_graph(
             ops=tuple(builder.ops),
             inputs=tuple(leaf.value for leaf in leaves if leaf.value is not None),
             outputs=tuple(results[:num_outputs]),
-            loss=loss,
-            buffer_updates=MappingProxyType(updates),
-            shared=shared,
+            loss=results[num_outputs] if len(results) > num_outputs else None,
+            buffer_updates=MappingProxyType(builder.updates),
+            shared=builder.shared,
         )
     )
-    return graph, MappingProxyType({k: v for k, v in constants.items() if k in graph.values})
-
-
-# type: ignore[no-untyped-def]
-def _add_input(builder, node, spec, first_name, trainable, constants, exported, user, precision):
-    """One placeholder of the exported graph: a parameter, buffer, constant or input, under the
-    model's own name.
-    """
-    tensor = node.meta.get("val")
-    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-        kind = "parameter" if spec.kind == InputKind.PARAMETER else "buffer"
-        own = str(spec.target).removeprefix("model.")
-        name = first_name.get(own, own)
-        if name not in builder.values:
-            grad = kind == "parameter" and name in trainable
-            mixed = precision == "bf16-mixed" and kind == "parameter" and tensor.is_floating_point()
-            builder.add_value(name, tensor, kind, grad, "float32" if mixed else "")
-        builder.names[node] = name
-    elif spec.kind == InputKind.CONSTANT_TENSOR:
-        name = builder.add_value(
-            f"constant:{spec.target.removeprefix('model.')}", tensor, "constant", False
-        )
-        constants[name] = exported.constants[spec.target]
-        builder.names[node] = name
-    elif spec.kind == InputKind.USER_INPUT:
-        leaf = next(user)
-        if leaf.value is not None:
-            builder.names[node] = builder.add_value(leaf.value, tensor, "input", False)
-    else:
-        raise CaptureError(
-            f"the model takes a {spec.kind} ({spec.target}), which autoplan does not plan. Pass tensors and plain values."
-        )
+    constants = {k: v for k, v in builder.constants.items() if k in graph.values}
+    return graph, MappingProxyType(constants)
 
 
 def _shared_names(model: nn.Module) -> tuple[dict[str, str], tuple[tuple[str, ...], ...]]:
-    """Every parameter and buffer name -> the first name of the same tensor; and the groups with
-    several names.
+    """Every parameter and buffer name -> the first name of the same tensor.
+
+    And the groups with several names.
     """
     groups: dict[int, list[str]] = {}
     for named in (

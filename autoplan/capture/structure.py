@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of a model's inputs and outputs: which leaves are tensors, and how the output
-object is built again.
+"""The structure of a model's inputs and outputs.
+
+Which leaves are tensors, and how the output object is built again.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ class OutputTree:
         parts = [child.rebuild(tensors) for child in self.children]
         assert self.type is not None, "containers carry their type"
         if self.kind in ("dict", "object"):
-            return (
-                self.type(**dict(zip(map(str, self.keys), parts)))
-                if self.kind == "object"
-                else self.type(zip(self.keys, parts))
-            )
+            pairs = zip(self.keys, parts)
+            if self.kind == "dict":
+                return self.type(pairs)
+            return self.type(**{str(key): part for key, part in pairs})
         if hasattr(self.type, "_fields"):
             return self.type(*parts)
         return self.type(parts)
 
 
 def flatten_output(value: object, tensors: list[torch.Tensor]) -> OutputTree:
+    """The structure of an output; its tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return OutputTree("tensor", leaf=len(tensors) - 1)
@@ -99,10 +100,9 @@ def flatten_output(value: object, tensors: list[torch.Tensor]) -> OutputTree:
             (),
             tuple(flatten_output(v, tensors) for v in value),
         )
+    # anything else, such as a cache object, is state of a run, not a result of the plan
     plain = value is None or isinstance(value, bool | int | float | str)
-    return OutputTree(
-        "constant", leaf=value if plain else None
-    )  # a cache object is state of a run, not a result of the plan
+    return OutputTree("constant", leaf=value if plain else None)
 
 
 def leaf_path(keys: tuple[object, ...]) -> str:
@@ -113,6 +113,11 @@ def leaf_path(keys: tuple[object, ...]) -> str:
 
 
 def input_leaves(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[InputLeaf, ...]:
+    """The flattened example inputs, in order.
+
+    Raises:
+        CaptureError: A leaf is neither a tensor nor a plain value.
+    """
     leaves = []
     for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
         name = leaf_path(path)
@@ -122,10 +127,12 @@ def input_leaves(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[I
             leaves.append(InputLeaf(name, None, leaf))
         else:
             raise CaptureError(
-                f"input {name!r} is a {type(leaf).__name__}. Inputs are tensors, numbers, strings, None and nests of them."
+                f"input {name!r} is a {type(leaf).__name__}. Inputs are tensors, numbers, strings, "
+                "None and nests of them."
             )
     return tuple(leaves)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" of torch.float32."""
     return str(dtype).removeprefix("torch.")

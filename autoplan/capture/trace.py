@@ -79,9 +79,12 @@ def capture(
             names module and line.
     """
     positional = not isinstance(example_inputs, Mapping)
-    args = tuple(example_inputs) if positional else ()
-    kwargs = {} if positional else dict(example_inputs)
-    args, kwargs = _without_aliases((args, kwargs))
+    given: tuple[tuple[object, ...], dict[str, object]] = (
+        ((), dict(example_inputs))
+        if isinstance(example_inputs, Mapping)
+        else (tuple(example_inputs), {})
+    )
+    args, kwargs = _without_aliases(given)
     copied = _structural_copy(model, precision)
     note = _OutputNote()
     wrapper = _WithLoss(copied, loss_fn, mode, positional, note)
@@ -91,8 +94,9 @@ def capture(
     graph, constants = build_graph(model, exported, note.num_tensors, leaves, precision)
     if mode == "train" and (graph.loss is None or not graph.values[graph.loss].requires_grad):
         raise CaptureError(
-            f"{type(model).__name__} gives no loss that depends on a trainable parameter. Train mode needs one: pass labels so that the "
-            "model returns its own loss (a scalar, `.loss` or ['loss']), pass loss_fn(outputs, batch) -> scalar, or use mode='infer'."
+            f"{type(model).__name__} gives no loss that depends on a trainable parameter. Train "
+            "mode needs one: pass labels so that the model returns its own loss (a scalar, `.loss` "
+            "or ['loss']), pass loss_fn(outputs, batch) -> scalar, or use mode='infer'."
         )
     graph.verify()
     return Captured(graph, leaves, note.tree, constants, positional)
@@ -141,8 +145,9 @@ class _WithLoss(nn.Module):
 
 
 def _own_loss(outputs: object) -> torch.Tensor | None:
-    """The scalar that the model itself returns: the output, its `.loss` or ["loss"], or the first
-    of a tuple.
+    """The scalar that the model itself returns.
+
+    The output, its `.loss` or ["loss"], or the first of a tuple.
     """
     found = outputs
     if isinstance(outputs, Mapping):
@@ -151,18 +156,17 @@ def _own_loss(outputs: object) -> torch.Tensor | None:
         found = outputs.loss
     elif isinstance(outputs, tuple | list) and outputs:
         found = outputs[0]
-    return (
-        found
-        if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point()
-        else None
-    )
+    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found
+    return None
 
 
 def _without_aliases(
     tree: tuple[tuple[object, ...], dict[str, object]],
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The same inputs with a tensor that is passed twice cloned: torch.export wires both uses to
-    one input otherwise.
+    """The same inputs with a tensor that is passed twice cloned.
+
+    torch.export wires both uses to one input otherwise.
     """
     seen: set[int] = set()
 
@@ -178,12 +182,14 @@ def _without_aliases(
 
 
 def _structural_copy(model: nn.Module, precision: str | None) -> nn.Module:
-    """A copy of the module objects that shares every tensor (with "bf16-mixed": parameters in
-    bfloat16 on the same device).
+    """A copy of the module objects that shares every tensor.
+
+    With "bf16-mixed" its parameters are in bfloat16 on the same device.
     """
     if precision not in (None, "bf16-mixed"):
         raise CaptureError(
-            f"precision {precision!r} is not known. Use None (the model's own dtypes) or 'bf16-mixed'."
+            f"precision {precision!r} is not known. Use None (the model's own dtypes) or "
+            "'bf16-mixed'."
         )
     memo: dict[int, object] = {}
     with torch.no_grad():
@@ -215,7 +221,9 @@ def _export(
     try:
         with _random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
-            return torch.export.export(wrapper, args, kwargs, strict=False).run_decompositions({})
+            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+            plain: torch.export.ExportedProgram = exported.run_decompositions({})
+            return plain
     except CaptureError:
         raise
     except Exception as error:  # torch.export has no base class of its own for what it refuses
@@ -233,23 +241,18 @@ def _explain(error: Exception, wrapper: _WithLoss) -> str:
         frames.append((code.co_filename, str(line), code.co_name))
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         inside = owner if id(owner) in paths else inside  # the innermost module whose method runs
-    own = [
-        f
-        for f in frames
-        if "/torch/" not in f[0] and "/autoplan/" not in f[0] and f[2] != "<module>"
-    ]
+    ours = ("/torch/", "/autoplan/")
+    own = [f for f in frames if not any(part in f[0] for part in ours) and f[2] != "<module>"]
     where = f" at {own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]} in {own[-1][2]}" if own else ""
     if inside is not None:
         path = paths[id(inside)]
         where += f" ({f'module {path!r}, a ' if path else ''}{type(inside).__name__})"
-    if (
-        "data-dependent" in text
-        or "DataDependent" in type(error).__name__
-        or "Could not guard" in text
-    ):
+    says_so = "data-dependent" in text or "Could not guard" in text
+    if says_so or "DataDependent" in type(error).__name__:
         return (
-            f"the model cannot be captured{where}: the code branches on the values of a tensor, which a plan cannot know. Make the branch "
-            "depend on shapes or configuration only, or use torch.where."
+            f"the model cannot be captured{where}: the code branches on the values of a tensor, "
+            "which a plan cannot know. Make the branch depend on shapes or configuration only, or "
+            "use torch.where."
         )
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return f"torch.export cannot capture the model{where}: {first[:300]}"

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of `sharding/resharding.py` as collectives on local tensors, and conversions whose backward
-is the other direction.
+"""Moves of `sharding/resharding.py` as collectives on local tensors, and conversions.
 
-`Conversion` is the node the rewritten graph shows: its name says what moves, forward and backward.
-A split in blocks is a plain split of the dim seen as (blocks, rest); everything here works on that
-view.
+`Conversion` is the node the rewritten graph shows: its name says what moves, forward and backward,
+for its backward is the other direction. A split in blocks is a plain split of the dim seen as
+(blocks, rest); everything here works on that view.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def _opened(x: Tensor, shard: Shard) -> tuple[Tensor, int]:
     """The tensor with its split dim seen as (blocks, rest), and where the rest is."""
     if shard.blocks == 1:
         return x, shard.dim
-    return x.unflatten(shard.dim, (shard.blocks, -1)), shard.dim + 1
+    return torch.unflatten(x, shard.dim, (shard.blocks, -1)), shard.dim + 1
 
 
 def _closed(x: Tensor, shard: Shard) -> Tensor:
@@ -80,15 +81,15 @@ def _all_to_all(x: Tensor, move: Move, ranks: Ranks) -> Tensor:
     """Cuts the target dim, joins the source dim; both may be in blocks."""
     source, target, size = _shard(move.source), _shard(move.target), ranks.axis_sizes[move.axis]
     opened, cut = _opened(x, target)
-    parts = opened.unflatten(cut, (size, -1)).movedim(cut, 0).contiguous()
+    parts = torch.unflatten(opened, cut, (size, -1)).movedim(cut, 0).contiguous()
     out = torch.empty_like(parts)
     dist.all_to_all_single(out, parts, group=ranks.group(move.axis))
-    # out: [from rank, ...local with the target dim cut]; the from-rank dim goes before the rest of
-    # the source dim
+    # out: [from rank, ...local with the target dim cut]; the from-rank dim goes before the rest
+    # of the source dim
     out = torch.stack([_closed(part, target) for part in out.unbind(0)])
     if source.blocks == 1:
         return out.movedim(0, source.dim).flatten(source.dim, source.dim + 1)
-    inner = out.unflatten(source.dim + 1, (source.blocks, -1)).movedim(0, source.dim + 1)
+    inner = torch.unflatten(out, source.dim + 1, (source.blocks, -1)).movedim(0, source.dim + 1)
     return inner.flatten(source.dim, source.dim + 2)
 
 
@@ -123,9 +124,19 @@ _MOVES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What autograd keeps of a gathered parameter: the shard, and which view of the whole."""
+
+    shard: Tensor
+    conversion: Conversion
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 class Regather:
-    """Parameters gathered for use are not kept for backward: what autograd would save of them is
-    gathered again there.
+    """Parameters gathered for use are not kept for backward, but gathered again there.
 
     A tensor that autograd saves is recognised by its memory while the gathered tensor is alive; it
     may be a view of it.
@@ -147,34 +158,35 @@ class Regather:
         entry = self._known.get(tensor.untyped_storage().data_ptr())
         if entry is None or entry[0]() is None or (tensor.requires_grad and tensor.is_leaf):
             return tensor
-        return entry[1], entry[2], tensor.size(), tensor.stride(), tensor.storage_offset()
+        _, shard, conversion = entry
+        offset = int(tensor.storage_offset())
+        return _Packed(shard, conversion, tuple(tensor.size()), tensor.stride(), offset)
 
     def _unpack(self, packed: object) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        shard, conversion, size, stride, offset = packed  # type: ignore[misc]
+        assert isinstance(packed, _Packed), "hooks unpack what they packed"
+        conversion = packed.conversion
         with torch.no_grad():
-            return run_moves(shard, conversion.forward_moves, conversion.ranks).as_strided(
-                size, stride, offset
-            )
+            whole = run_moves(packed.shard, conversion.forward_moves, conversion.ranks)
+            return whole.as_strided(packed.size, packed.stride, packed.offset)
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, conversion):  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, x: Tensor, conversion: Conversion) -> Tensor:
         ctx.conversion = conversion
         out = run_moves(x, conversion.forward_moves, conversion.ranks)
         return x.view_as(x) if out is x else out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
-        conversion = ctx.conversion
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        conversion: Conversion = ctx.conversion
         return run_moves(grad, conversion.backward_moves, conversion.ranks), None
 
 
 class Conversion(nn.Module):
-    """One tensor from the layout it was made in to the layout it is used in; the gradient takes the
-    way back.
+    """One tensor from the layout it was made in to the one it is used in; its gradient back.
 
     Attributes:
         forward_moves, backward_moves: What runs, in order.
@@ -203,15 +215,16 @@ class Conversion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The converted local tensor."""
         if self.carries_gradient:
-            converted: Tensor = _Convert.apply(x, self)  # type: ignore[no-untyped-call]
+            converted: Tensor = _Convert.apply(x, self)  # type: ignore[no-untyped-call] # torch's
             if self.regather is not None and torch.is_grad_enabled():
                 self.regather.note(converted, x, self)
             return converted
         return run_moves(x, self.forward_moves, self.ranks)
 
     def describe(self) -> str:
-        """A name for the printed code: "all_reduce_tp", "none_then_all_reduce_tp" when only
-        backward moves.
+        """A name for the printed code, such as "all_reduce_tp".
+
+        "none__backward_all_reduce_tp" when only backward moves.
         """
         ahead = "_".join(f"{m.kind}_{AXIS_NAMES[m.axis]}" for m in self.forward_moves) or "none"
         back = "_".join(f"{m.kind}_{AXIS_NAMES[m.axis]}" for m in self.backward_moves)

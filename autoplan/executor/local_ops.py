@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local form of an op: what one rank runs on its shards so that all ranks together compute the
-op.
+"""The local form of an op: what a rank runs on its shards so that all together compute the op.
 
 Most ops run as they are on local tensors; sizes among their arguments become local sizes here, in
-one place. The few that need more are in `special_ops.py`. Legality is `sharding/`'s; nothing here
-chooses.
+one place. The few that need more are in `special_ops.py` and `reduced_ops.py`. Legality is
+`sharding/`'s; nothing here chooses.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from autoplan.executor.local_op import Call, LocalOp
 from autoplan.executor.meshes import Ranks
+from autoplan.executor.reduced_ops import REDUCED_OPS
 from autoplan.executor.special_ops import SPECIAL_OPS
 from autoplan.graph import Op, Ref, TensorMeta
 
@@ -25,23 +26,24 @@ Tensor = torch.Tensor
 def local_call(local: LocalOp, ranks: Ranks) -> Call:
     """The call that one rank makes for an op."""
     op = local.op
-    if op.target in SPECIAL_OPS:
-        return SPECIAL_OPS[op.target](local, ranks)
+    own_form = _OWN_FORMS.get(op.target)
+    if own_form is not None:
+        return own_form(local, ranks)
     overload = _overload(op.target)
     given = dict(op.arguments)
     _localize(op, given, local)
     if any("device" == a.name for a in overload._schema.arguments) and not local.op.inputs:
         given["device"] = str(ranks.device)
     args, kwargs = _by_schema(overload, given)
-    if op.target.startswith("aten.mean.") or (
-        op.target in _MEAN_LOSSES and op.arguments.get("reduction", 1) == 1
-    ):
+    is_mean_loss = op.target in _MEAN_LOSSES and op.arguments.get("reduction", 1) == 1
+    if is_mean_loss or op.target.startswith("aten.mean."):
         share = _share(local)
         if share != 1.0:
             return Call(_ScaledMean(overload, share), args, kwargs)
     return Call(overload, args, kwargs)
 
 
+_OWN_FORMS = {**SPECIAL_OPS, **REDUCED_OPS}
 _MEAN_LOSSES = frozenset(
     f"aten.{name}.default"
     for name in (
@@ -115,22 +117,20 @@ class _ScaledMean(nn.Module):
         return mean * self.share
 
 
+_SIZED = frozenset(
+    (
+        "expand",
+        *(f"{new}{name}" for new in ("", "new_") for name in ("zeros", "ones", "full", "empty")),
+    )
+)
+
+
 def _localize(op: Op, given: dict[str, object], local: LocalOp) -> None:
     """Sizes and positions among the arguments, as this rank has them."""
     family = op.target.split(".")[1]
     if family == "reshape":
         given["shape"] = _out(local.local_outputs).shape
-    elif family in (
-        "expand",
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-    ):
+    elif family in _SIZED:
         given["size"] = _out(local.local_outputs).shape
     elif family in ("slice", "slice_scatter"):
         _localize_slice(given, local)
@@ -139,25 +139,28 @@ def _localize(op: Op, given: dict[str, object], local: LocalOp) -> None:
     elif family == "repeat_interleave":
         given["output_size"] = None  # a hint that saves a synchronisation, at global size
     elif family.startswith("conv") and given.get("groups", 1) != 1:
-        given["groups"] = (
-            int(given["groups"]) * local.local_inputs[0].shape[1] // local.global_inputs[0].shape[1]
-        )  # type: ignore[call-overload]
+        given["groups"] = _local_count("groups", local)
     elif family == "group_norm":
-        given["num_groups"] = (
-            int(given["num_groups"])
-            * local.local_inputs[0].shape[1]
-            // local.global_inputs[0].shape[1]
-        )  # type: ignore[call-overload]
+        given["num_groups"] = _local_count("num_groups", local)
     elif family == "native_group_norm":
         shape = local.local_inputs[0].shape
-        # type: ignore[call-overload]
-        given["group"] = int(given["group"]) * shape[1] // local.global_inputs[0].shape[1]
+        given["group"] = _local_count("group", local)
         given["N"], given["C"], given["HxW"] = shape[0], shape[1], math.prod(shape[2:])
 
 
+def _local_count(name: str, local: LocalOp) -> int:
+    """This rank's part of a number of channel groups; channels are dim 1."""
+    return local.integer(name) * local.local_inputs[0].shape[1] // local.global_inputs[0].shape[1]
+
+
+def _dim(given: Mapping[str, object], local: LocalOp) -> int:
+    dim = given.get("dim") or 0
+    assert isinstance(dim, int), "a dim is a number"
+    return dim % len(local.local_inputs[0].shape)
+
+
 def _localize_slice(given: dict[str, object], local: LocalOp) -> None:
-    rank = len(local.local_inputs[0].shape)
-    dim = int(given.get("dim") or 0) % rank  # type: ignore[call-overload]
+    dim = _dim(given, local)
     whole, here = local.global_inputs[0].shape[dim], local.local_inputs[0].shape[dim]
     if whole == here:
         return
@@ -169,13 +172,13 @@ def _localize_slice(given: dict[str, object], local: LocalOp) -> None:
 
 
 def _localize_split(given: dict[str, object], local: LocalOp) -> None:
-    rank = len(local.local_inputs[0].shape)
-    dim = int(given.get("dim") or 0) % rank  # type: ignore[call-overload]
+    dim = _dim(given, local)
     whole, here = local.global_inputs[0].shape[dim], local.local_inputs[0].shape[dim]
     if whole == here:
         return
     if "split_size" in given and isinstance(given["split_size"], int):
         given["split_size"] = given["split_size"] * here // whole
     elif "split_sizes" in given:
-        # type: ignore[attr-defined]
-        given["split_sizes"] = tuple(int(s) * here // whole for s in given["split_sizes"])
+        sizes = given["split_sizes"]
+        assert isinstance(sizes, tuple), "split sizes are a tuple"
+        given["split_sizes"] = tuple(int(s) * here // whole for s in sizes)

@@ -75,8 +75,9 @@ def check_world(plan: Plan) -> int:
     )
     if world != wanted:
         raise PlanError(
-            f"the plan is for {wanted} processes (pp={layout.pp}, dp={layout.dp}, tp={layout.tp}), this launch has {world}. "
-            f"Launch with torchrun --nproc-per-node so that the total is {wanted}, or plan for {world} devices."
+            f"the plan is for {wanted} processes (pp={layout.pp}, dp={layout.dp}, "
+            f"tp={layout.tp}), this launch has {world}. Launch with torchrun --nproc-per-node so "
+            f"that the total is {wanted}, or plan for {world} devices."
         )
     return world
 
@@ -116,15 +117,11 @@ def _mesh(
 
 
 def _device(world: int) -> torch.device:
-    local, per_host = (
-        int(os.environ.get("LOCAL_RANK", "0")),
-        int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
-    )
-    backend = (
-        dist.get_backend()
-        if dist.is_initialized()
-        else ("nccl" if torch.cuda.device_count() >= per_host else "gloo")
-    )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    backend = "nccl" if torch.cuda.device_count() >= per_host else "gloo"
+    if dist.is_initialized():
+        backend = str(dist.get_backend())
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(local)
         return torch.device("cuda", local)

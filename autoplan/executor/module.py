@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ParallelModule: this rank's part of a planned model, as an ordinary nn.Module.
+"""ParallelModule: this rank's part of a planned model, running, as an ordinary nn.Module.
 
 Parameters are DTensors under the model's own names, so optimizers, `torch.distributed.checkpoint`
 and state dicts work as they do anywhere. `forward_backward` takes the global batch on every rank,
 runs the plan's microbatches and leaves gradients ready; calling the module runs forward only and
-gives the model's own output type.
+gives the model's own output type. Its tensors are held and loaded by `state.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm  # these three: checked on 2.13
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree  # checked on 2.13
 
-from autoplan.capture import Captured, leaf_path
+from autoplan.capture import Captured, InputLeaf, leaf_path
 from autoplan.errors import ExecutionError, PlanError
 from autoplan.executor.collectives import convert_stored
 from autoplan.executor.meshes import Ranks, check_world, join
-from autoplan.executor.parameters import StoredParameter, make_parameter, own_shard
 from autoplan.executor.pipeline import Pipeline, StageRun, run_forward, train_alone
 from autoplan.executor.special_ops import stream_seed
-from autoplan.executor.stage import Body, build_stage
-from autoplan.placements import R, ShardingSpec
+from autoplan.executor.stage import build_stage
+from autoplan.executor.state import WHOLE, StageState
+from autoplan.placements import ShardingSpec
 from autoplan.plan import Plan
 
 Tensor = torch.Tensor
@@ -46,91 +50,15 @@ class ParallelModule(nn.Module):
         self._captured = captured
         self._ranks = join(plan)
         self._program = build_stage(captured.graph, plan, self._ranks)
-        self._first_name = {n: group[0] for group in captured.graph.shared for n in group}
-        self._unloaded: set[str] = set()
-        self._stored = self._take_parameters(model)
-        self._names = self._register(model)
-        self._buffers_here = self._take_buffers(model, buffers)
+        self._state = StageState(model, captured, plan, self._ranks, buffers)
+        self._state.register(self)
         self._step = 0
         self._seed = self._common_seed()
         self._pipeline = self._make_pipeline()
+        self._fixed_by_eval = _fixed_by_eval(model)
         self.train(model.training)
 
     # -- set-up
-    # ---------------------------------------------------------------------------------------------------
-
-    def _take_parameters(self, model: nn.Module) -> dict[str, StoredParameter]:
-        own = dict(model.named_parameters(remove_duplicate=False))
-        stored = {}
-        for name, entry in self.plan.parameters.items():
-            if self._ranks.stage in entry.stages and self._first_name.get(name, name) == name:
-                dtype = getattr(torch, self._captured.graph.values[name].meta.dtype)
-                stored[name] = make_parameter(name, own[name], entry, self._ranks, dtype)
-                if own[name].is_meta:
-                    self._unloaded.add(name)
-        for name, group in self._tied_groups().items():
-            if name in stored:
-                stored[name].tied_group = group
-        return stored
-
-    def _tied_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Groups of the copies that several stages hold; every rank makes all of them, in one
-        order.
-        """
-        groups: dict[str, dist.ProcessGroup] = {}
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if self._ranks.mesh is None:
-            return groups
-        grid = self._ranks.mesh.mesh.flatten(1)
-        for name, entry in self.plan.parameters.items():
-            if len(entry.stages) < 2 or self._first_name.get(name, name) != name:
-                continue
-            for place in range(grid.shape[1]):
-                members = tuple(int(grid[s, place]) for s in entry.stages)
-                if members not in made:
-                    made[members] = dist.new_group(list(members))
-                if dist.get_rank() in members:
-                    groups[name] = made[members]
-        return groups
-
-    def _register(self, model: nn.Module) -> dict[str, str]:
-        """Registers parameters under the model's own dotted names; every name of the model -> the
-        stored name.
-        """
-        for name, stored in self._stored.items():
-            _put(self, name, stored.parameter)
-        if not self._stored:
-            self.register_parameter(
-                "nothing_to_train", nn.Parameter(torch.zeros(0, device=self._ranks.device))
-            )
-        names = {
-            n: self._first_name.get(n, n) for n, _ in model.named_parameters(remove_duplicate=False)
-        }
-        return {n: first for n, first in names.items() if first in self._stored}
-
-    def _take_buffers(self, model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        here: dict[str, Tensor] = {}
-        persistent = set(model.state_dict(keep_vars=True))
-        for name, tensor in model.named_buffers(remove_duplicate=False):
-            first = self._first_name.get(name, name)
-            entry = self.plan.buffers.get(first)
-            if entry is None or self._ranks.stage not in entry.stages or first in here:
-                continue
-            source = given.get(name, tensor)
-            if source.is_meta:
-                if name not in persistent:
-                    raise PlanError(
-                        f"buffer {name!r} has no values: the model is on the meta device and the buffer is not in checkpoints. Pass "
-                        "parallelize(..., buffers={name: tensor, ...}), or build the model's buffers on the CPU."
-                    )
-                self._unloaded.add(first)
-                source = torch.empty(tensor.shape, dtype=tensor.dtype)
-            value = source.detach().to(self._ranks.device, copy=True)
-            here[first] = value
-            _put_buffer(self, first, value, persistent=name in persistent)
-        for name, tensor in self._captured.constants.items():
-            here[name] = tensor.to(self._ranks.device)
-        return here
 
     def _common_seed(self) -> int:
         """One seed for all ranks: rank 0's, so that masks agree wherever layouts say they must."""
@@ -153,11 +81,11 @@ class ParallelModule(nn.Module):
         )
 
     # -- running
-    # --------------------------------------------------------------------------------------------------
 
     def forward_backward(self, *args: object, **kwargs: object) -> Tensor:
-        """One step's forward and backward over all microbatches; gradients are added to `grad`,
-        ready for an optimizer.
+        """One step's forward and backward over all microbatches.
+
+        Gradients are added to `grad`, ready for an optimizer.
 
         Args:
             args, kwargs: The global batch, the same on every rank, in the form of the plan's
@@ -179,7 +107,7 @@ class ParallelModule(nn.Module):
             )
         run = self._begin(args, kwargs)
         total = self._pipeline.step(run) if self._pipeline is not None else train_alone(run, loss)
-        for stored in self._stored.values():
+        for stored in self._state.stored.values():
             stored.end_step()
         self._update_buffers(run)
         self._step += 1
@@ -197,38 +125,65 @@ class ParallelModule(nn.Module):
         return self._captured.output.rebuild([made[n] if n else None for n in names])
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Switches what dropout and batch norm do, in this rank's bodies too; `eval()` is
-        `train(False)`.
+        """Switches what dropout and batch norm do, in this rank's bodies too.
+
+        `eval()` is `train(False)`.
+
+        Raises:
+            ExecutionError: The model was captured in eval mode, which left its dropout out of the
+                graph and fixed its batch norms: there is nothing to switch back on.
         """
+        if mode and self._fixed_by_eval:
+            name, kind = self._fixed_by_eval[0]
+            raise ExecutionError(
+                f"train(True) cannot bring back {len(self._fixed_by_eval)} modules (first {name!r},"
+                f" a {kind}): the model was in eval mode when it was captured, which left dropout "
+                "and batch statistics out of the plan. Call model.train() before optimize and "
+                "parallelize.",
+                rank=self._rank,
+                stage=self._ranks.stage,
+            )
         super().train(mode)
         for body in (self._program.prologue, self._program.training, self._program.full):
             if body is not None:
                 body.module.train(mode)
         return self
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NoReturn:
+        """Refuses what `nn.Module` does to all tensors at once: `to`, `half`, `cuda` and the like.
+
+        Raises:
+            ExecutionError: Always; the rewritten ops and the optimizer's tensors would not follow.
+        """
+        raise ExecutionError(
+            "to(), half(), cuda() and the like do not work on a parallel module: its parameters "
+            f"live on {self._ranks.device} in the plan's shards and dtypes. Convert the model "
+            "before autoplan.optimize, or plan with precision=...",
+            rank=self._rank,
+            stage=self._ranks.stage,
+        )
+
     @property
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
 
     def _begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> StageRun:
-        if self._unloaded:
-            names = ", ".join(sorted(self._unloaded)[:3])
+        unloaded = sorted(self._state.unloaded)
+        if unloaded:
+            names = ", ".join(unloaded[:3]) + ", ..." * (len(unloaded) > 3)
             raise ExecutionError(
-                f"{len(self._unloaded)} tensors have no values yet ({names}, ...): the model was on the meta device. Call "
-                "load_full_state_dict, initialize, or torch.distributed.checkpoint.load first.",
+                f"{len(unloaded)} tensors have no values yet ({names}): the model was on the meta "
+                "device. Call load_full_state_dict or initialize first; or load_state_dict, with "
+                "what torch.distributed.checkpoint.load read.",
                 rank=self._rank,
                 stage=self._ranks.stage,
             )
-        values: dict[str, Tensor] = {**self._inputs(args, kwargs), **self._buffers_here}
-        for name, stored in self._stored.items():
+        values: dict[str, Tensor] = {**self._inputs(args, kwargs), **self._state.buffers}
+        for name, stored in self._state.stored.items():
             stored.begin_step()
             values[name] = stored.leaf
-        run = StageRun(
-            self._program,
-            self.plan.schedule.num_microbatches,
-            stream_seed(self._seed, self._step),
-            values,
-        )
+        seed = stream_seed(self._seed, self._step)
+        run = StageRun(self._program, self.plan.schedule.num_microbatches, seed, values)
         if self._program.prologue is not None:
             with torch.no_grad():
                 values.update(run.run(self._program.prologue, 0, {}))
@@ -245,12 +200,12 @@ class ParallelModule(nn.Module):
         besides = [path for path in found if path not in {leaf.path for leaf in leaves}]
         if missing or besides or bool(args) != self._captured.positional:
             form = "positional" if self._captured.positional else "keyword"
-            differs = [f"lacks {', '.join(map(repr, missing))}"] * bool(missing) + [
-                f"has {', '.join(map(repr, besides))} besides"
-            ] * bool(besides)
+            differs = [f"lacks {', '.join(map(repr, missing))}"] * bool(missing)
+            differs += [f"has {', '.join(map(repr, besides))} besides"] * bool(besides)
             raise PlanError(
-                f"the plan was made for the {form} inputs {[leaf.path for leaf in leaves]}, this call "
-                f"{' and '.join(differs) or 'passes them otherwise'}. Plan again with these inputs."
+                f"the plan was made for the {form} inputs {[leaf.path for leaf in leaves]}, this "
+                f"call {' and '.join(differs) or 'passes them otherwise'}. Plan again with these "
+                "inputs."
             )
         values = {}
         for leaf in leaves:
@@ -258,17 +213,16 @@ class ParallelModule(nn.Module):
             if leaf.value is None:
                 if given != leaf.constant:
                     raise PlanError(
-                        f"input {leaf.path!r} was planned as {leaf.constant!r}, this call has {given!r}. Plan again with it."
+                        f"input {leaf.path!r} was planned as {leaf.constant!r}, this call has "
+                        f"{given!r}. Plan again with it."
                     )
                 continue
-            if (
-                not isinstance(given, Tensor)
-                or tuple(given.shape) != leaf.shape
-                or str(given.dtype) != f"torch.{leaf.dtype}"
-            ):
+            if not _is_planned(given, leaf):
                 raise PlanError(
-                    f"input {leaf.path!r} was planned as {leaf.dtype} {leaf.shape}, this call has {_differs(given, leaf.shape)}. Plan again for it."
+                    f"input {leaf.path!r} was planned as {leaf.dtype} {leaf.shape}, this call has "
+                    f"{_differs(given, leaf.shape)}. Plan again for it."
                 )
+            assert isinstance(given, Tensor), "planned tensors are tensors"
             values[leaf.value] = given.to(self._ranks.device)
         return values
 
@@ -276,37 +230,29 @@ class ParallelModule(nn.Module):
         if not self.training:
             return
         for buffer, name in self._captured.graph.buffer_updates.items():
-            first = self._first_name.get(buffer, buffer)
-            if name in run.updates and first in self._buffers_here:
-                self._buffers_here[first].copy_(run.updates[name])
+            first = self._state.first(buffer)
+            if name in run.updates and first in self._state.buffers:
+                self._state.buffers[first].copy_(run.updates[name])
 
     def _whole_loss(self, total: Tensor | None) -> Tensor:
         layout = self._program_loss_layout()
         if total is not None and layout is not None:
-            total = convert_stored(total, layout, ShardingSpec((R, R)), self._ranks)
+            total = convert_stored(total, layout, WHOLE, self._ranks)
         if self.plan.layout.pp == 1:
             assert total is not None, "one stage makes the loss"
             return total
         graph = self._captured.graph
         assert graph.loss is not None, "training has a loss"
         if total is None:
-            total = torch.empty(
-                (),
-                dtype=getattr(torch, graph.values[graph.loss].meta.dtype),
-                device=self._ranks.device,
-            )
+            dtype = getattr(torch, graph.values[graph.loss].meta.dtype)
+            total = torch.empty((), dtype=dtype, device=self._ranks.device)
         dist.broadcast(total, group=self._ranks.pipeline_group, group_src=self.plan.layout.pp - 1)
         return total
 
     def _program_loss_layout(self) -> ShardingSpec | None:
-        return next(
-            (
-                r.layout.value
-                for r in self._program.training.returns
-                if r.name == self._captured.graph.loss
-            ),
-            None,
-        )
+        returns = self._program.training.returns
+        loss = self._captured.graph.loss
+        return next((r.layout.value for r in returns if r.name == loss), None)
 
     def _share_outputs(self, made: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every output on every stage: the stage that made it sends it along its pipeline group."""
@@ -335,19 +281,20 @@ class ParallelModule(nn.Module):
         return shared
 
     # -- gradients and state
-    # --------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most `max_norm`; gives
-        the norm before.
+        """Scales all gradients so that their norm over the whole model is at most `max_norm`.
 
         Every element counts once, wherever and however often it is held (tied copies and replicas
         included).
+
+        Returns:
+            The norm before.
         """
         infinite = norm_type == float("inf")
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         grads = []
-        for stored in self._stored.values():
+        for stored in self._state.stored.values():
             grad = stored.parameter.grad
             if grad is None:
                 continue
@@ -367,53 +314,44 @@ class ParallelModule(nn.Module):
                 local.mul_(scale)
         return norm
 
-    # type: ignore[override]
-    def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-        """What this stage owns, under every name the model's own state dict has for it: DTensors,
-        and buffers whole.
+    def state_dict(  # type: ignore[override] # torch's overload returns the given destination's type
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """What this stage owns, under every name the model's own state dict has for it.
+
+        Args:
+            destination, prefix, keep_vars: As of `nn.Module.state_dict`.
+
+        Returns:
+            DTensors of the parameters (plain tensors on one device), and buffers whole.
         """
-        result: dict[str, object] = {
-            n: self._stored[first].parameter.detach() for n, first in self._names.items()
-        }
-        for name, entry in self.plan.buffers.items():
-            first = self._first_name.get(name, name)
-            if entry.persistent and first in self._buffers_here:
-                result[name] = self._buffers_here[first]
+        result = {} if destination is None else destination
+        for name, tensor in self._state.own_tensors():
+            result[prefix + name] = tensor if keep_vars else tensor.detach()
         return result
 
     def load_state_dict(
-        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
-    ) -> object:
-        """Loads what `state_dict()` gives (DTensors of this plan, or whole tensors).
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Loads what `state_dict()` gives (DTensors of this plan), or whole tensors.
+
+        Args:
+            state_dict: Names and tensors; those of other stages may be among them.
+            strict: Refuse missing and unexpected names, before anything is loaded.
+            assign: Has no effect: values are copied to where the plan put the parameters.
+
+        Returns:
+            missing_keys: names of this stage that are not there; unexpected_keys: names that the
+            planned model does not have.
 
         Raises:
-            PlanError: With `strict`, a tensor of this stage is missing.
+            PlanError: With `strict`, a tensor of this stage is missing, or one is not the model's.
         """
-        missing = [n for n in self.state_dict() if n not in state_dict]
-        if missing and strict:
-            raise PlanError(
-                f"{len(missing)} tensors of this stage are not in the state dict, first {missing[0]!r}. Load all, or strict=False."
-            )
-        for name in self.state_dict():
-            if name in state_dict:
-                self._load_one(name, state_dict[name])
-        return None
-
-    def _load_one(self, name: str, value: object) -> None:
-        assert isinstance(value, Tensor), "state dicts hold tensors"
-        first = self._first_name.get(name, name)
-        with torch.no_grad():
-            if first in self._stored:
-                stored = self._stored[first]
-                part = (
-                    value.to_local()
-                    if isinstance(value, DTensor)
-                    else own_shard(value, stored.spec, self._ranks)
-                )
-                stored.local.copy_(part)
-            else:
-                self._buffers_here[first].copy_(value)
-        self._unloaded.discard(first)
+        return self._state.load(state_dict, strict=strict)
 
     def load_full_state_dict(
         self, state_dict: Mapping[str, Tensor] | None, *, from_rank0: bool = False
@@ -428,99 +366,55 @@ class ParallelModule(nn.Module):
         Raises:
             PlanError: A tensor is missing or has another shape.
         """
-        entries: list[tuple[str, tuple[int, ...], str]] = [
-            (n, p.shape, p.dtype)
-            for n, p in self.plan.parameters.items()
-            if self._first_name.get(n, n) == n
-        ]
-        entries += [
-            (n, b.shape, b.dtype)
-            for n, b in self.plan.buffers.items()
-            if b.persistent and self._first_name.get(n, n) == n
-        ]
-        for name, shape, dtype in entries:
-            value = self._find(name, state_dict) if state_dict is not None else None
-            if from_rank0 and self._ranks.mesh is not None:
-                value = (
-                    torch.empty(shape, dtype=getattr(torch, dtype))
-                    if value is None
-                    else value.to(getattr(torch, dtype))
-                )
-                value = value.to(self._ranks.device).contiguous()
-                dist.broadcast(value, 0)
-            if value is None or tuple(value.shape) != tuple(shape):
-                found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
-                raise PlanError(
-                    f"{name!r} {found} in the state dict; the plan has {tuple(shape)}. Load the state dict of the planned model."
-                )
-            if name in self._stored or name in self._buffers_here:
-                self._load_one(name, value)
-
-    def _find(self, name: str, state_dict: Mapping[str, Tensor]) -> Tensor | None:
-        group = next((g for g in self._captured.graph.shared if name in g), (name,))
-        return next((state_dict[n] for n in group if n in state_dict), None)
+        self._state.load_full(state_dict, from_rank0=from_rank0)
 
     def initialize(self, init_fn: Callable[[str, Tensor], None], *, seed: int = 0) -> None:
-        """Initialises parameters shard by shard: `init_fn(name, tensor)` fills one whole tensor in
-        place at a time.
+        """Initialises parameters shard by shard.
 
         The result does not depend on the plan: each tensor has its own stream, from `seed` and its
-            place in the model.
+        place in the model.
+
+        Args:
+            init_fn: init_fn(name, tensor) fills one whole tensor in place at a time.
+            seed: Of all streams.
         """
-        for number, (name, entry) in enumerate(self.plan.parameters.items()):
-            if name not in self._stored:
-                continue
-            with torch.random.fork_rng(), torch.no_grad():
-                torch.manual_seed(stream_seed(seed, number))
-                full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-                init_fn(name, full)
-                self._load_one(name, full.to(self._ranks.device))
+        self._state.initialize(init_fn, seed)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict on every rank, on the CPU; loads with strict=True into the
-        original class.
-        """
-        result: dict[str, Tensor] = {}
-        for name, entry in self.plan.parameters.items():
-            first = self._first_name.get(name, name)
-            if first != name:
-                result[name] = result[first]
-                continue
-            result[name] = self._gather(name, tuple(entry.shape), entry.dtype, entry.stages)
-        for name, buffer in self.plan.buffers.items():
-            if buffer.persistent:
-                first = self._first_name.get(name, name)
-                result[name] = (
-                    result[first]
-                    if first in result
-                    else self._gather(first, tuple(buffer.shape), buffer.dtype, buffer.stages)
-                )
-        return result
+        """The whole model's state dict on every rank, on the CPU.
 
-    def _gather(
-        self, name: str, shape: tuple[int, ...], dtype: str, stages: tuple[int, ...]
-    ) -> Tensor:
-        full: Tensor | None = None
-        with torch.no_grad():
-            if name in self._stored:
-                stored = self._stored[name]
-                full = convert_stored(stored.local, stored.spec, ShardingSpec((R, R)), self._ranks)
-            elif name in self._buffers_here:
-                full = self._buffers_here[name]
-            if self.plan.layout.pp > 1:
-                full = (
-                    torch.empty(shape, dtype=getattr(torch, dtype), device=self._ranks.device)
-                    if full is None
-                    else full.contiguous()
-                )
-                dist.broadcast(full, group=self._ranks.pipeline_group, group_src=stages[0])
-        assert full is not None, f"{name} is held by a stage"
-        return full.detach().cpu().clone()
+        It loads with strict=True into the original class.
+        """
+        return self._state.gather()
 
     def print_readable(self) -> str:
         """The code this rank runs for one training microbatch, collectives by name."""
-        body: Body = self._program.training
-        return body.module.print_readable(print_output=False)
+        return self._program.training.module.print_readable(print_output=False)
+
+
+def _fixed_by_eval(model: nn.Module) -> list[tuple[str, str]]:
+    """(name, class) of the modules of a model in eval mode that do something else in training."""
+    if model.training:
+        return []
+    return [
+        (name, type(module).__name__)
+        for name, module in model.named_modules()
+        if not module.training
+        and (
+            (isinstance(module, _DropoutNd) and module.p > 0)
+            or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+            or isinstance(module, _BatchNorm)
+        )
+    ]
+
+
+def _is_planned(given: object, leaf: InputLeaf) -> bool:
+    """A given leaf has the planned shape and dtype."""
+    return (
+        isinstance(given, Tensor)
+        and tuple(given.shape) == leaf.shape
+        and str(given.dtype) == f"torch.{leaf.dtype}"
+    )
 
 
 def _differs(given: object, planned: tuple[int, ...]) -> str:
@@ -531,27 +425,6 @@ def _differs(given: object, planned: tuple[int, ...]) -> str:
     pairs = enumerate(zip(given.shape, planned)) if given.dim() == len(planned) else ()
     dims = [f"dim {d} is {here}, planned {then}" for d, (here, then) in pairs if here != then]
     return f"{text} ({', '.join(dims)})" if dims else text
-
-
-def _container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    *path, last = name.split(".")
-    for part in path:
-        child = root._modules.get(part)
-        if child is None:
-            child = nn.Module()
-            root.add_module(part, child)
-        root = child
-    return root, last
-
-
-def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    container, last = _container(root, name)
-    container.register_parameter(last, parameter)
-
-
-def _put_buffer(root: nn.Module, name: str, value: Tensor, *, persistent: bool) -> None:
-    container, last = _container(root, name)
-    container.register_buffer(last, value, persistent=persistent)
 
 
 __all__ = ["ParallelModule", "Ranks", "check_world"]

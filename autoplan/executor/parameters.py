@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as the user sees them (DTensors under the model's own names) and as the stage's ops
-use them (local leaves).
+"""Parameters as the user sees them (DTensors) and as the stage's ops use them (local leaves).
 
 A parameter is stored in its plan's spec. Ops see the leaf, in the layout they use: the stored shard
 itself, or (ZeRO-1 and 2, and packed projections) a copy made once per step. Gradients collect on
@@ -58,9 +57,8 @@ class StoredParameter:
     spec: ShardingSpec = field(init=False)
     used: Layout = field(init=False)
     _collected: Tensor | None = field(init=False, default=None)
-    _grad: Tensor | None = field(
-        init=False, default=None
-    )  # what `parameter.grad` is, made once: DTensors are dear to make
+    # what `parameter.grad` is, made once: DTensors are dear to make
+    _grad: Tensor | None = field(init=False, default=None)
     _grad_local: Tensor | None = field(init=False, default=None)  # its memory
 
     def __post_init__(self) -> None:
@@ -81,19 +79,18 @@ class StoredParameter:
         if self.entry.trainable and (
             self.entry.zero == 2 or self.local.dtype != self.compute_dtype
         ):
-            leaf.register_post_accumulate_grad_hook(self._collect)
+            register = leaf.register_post_accumulate_grad_hook
+            register(self._collect)  # type: ignore[no-untyped-call] # torch leaves it untyped
         return leaf
 
     def begin_step(self) -> None:
-        """Makes the leaf current: a copy follows the stored shard, which an optimizer may have
-        changed.
-        """
+        """Makes the leaf current: a copy follows the shard, which an optimizer may have changed."""
         if self.is_copied:
             with torch.no_grad():
                 self.leaf = self._make_leaf()
         if self.parameter.grad is None and self._grad_local is not None:
-            # type: ignore[call-overload]
-            self._grad_local.set_(torch.empty(0, dtype=self.local.dtype, device=self.local.device))
+            nothing = torch.empty(0, dtype=self.local.dtype, device=self.local.device)
+            _exchange(self._grad_local, nothing)
 
     def _collect(self, leaf: Tensor) -> None:
         """After every microbatch: the gradient in the stored dtype, with ZeRO-2 already reduced."""
@@ -107,8 +104,9 @@ class StoredParameter:
         return convert_stored(grad, self.used.grad, self.spec, self.ranks)
 
     def end_step(self) -> None:
-        """Adds the step's gradient, reduced to the stored spec and over tied copies, to the
-        parameter's `grad`.
+        """Adds the step's gradient to the parameter's `grad`.
+
+        Reduced to the stored spec and over tied copies.
         """
         grad = self._collected if self._collected is not None else self.leaf.grad
         self.leaf.grad, self._collected = None, None
@@ -121,8 +119,9 @@ class StoredParameter:
             self._add_to_grad(grad)
 
     def _add_to_grad(self, grad: Tensor) -> None:
-        """Adds to the parameter's gradient; where there is none, hands over the memory of `grad`
-        without a copy.
+        """Adds to the parameter's gradient.
+
+        Where there is none, the memory of `grad` is handed over without a copy.
         """
         if self.parameter.grad is not None and self.parameter.grad is self._grad:
             assert self._grad_local is not None, "a gradient has memory"
@@ -137,13 +136,12 @@ class StoredParameter:
                 else self._grad_local
             )
             if isinstance(self._grad, DTensor):
-                # with gradients on, to_local gives a view, whose memory cannot be exchanged for the
-                # DTensor's
+                # with gradients on, to_local gives a view, whose memory cannot be exchanged
                 with torch.no_grad():
                     self._grad_local = self._grad.to_local()
         else:
             assert self._grad_local is not None, "a gradient has memory"
-            self._grad_local.set_(grad.contiguous())  # type: ignore[call-overload]
+            _exchange(self._grad_local, grad.contiguous())
         own = self.parameter.grad
         self.parameter.grad = self._grad if own is None else own + self._grad
 
@@ -154,6 +152,12 @@ class StoredParameter:
         for placement, size in zip(self.spec, self.ranks.axis_sizes):
             copies *= size if isinstance(placement, Replicate) else 1
         return copies
+
+
+def _exchange(tensor: Tensor, source: Tensor) -> None:
+    """Gives a tensor object the memory, sizes and strides of another."""
+    offset = source.storage_offset()
+    tensor.set_(source.untyped_storage(), offset, source.size(), source.stride())
 
 
 def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: ShardingSpec, ranks: Ranks) -> DTensor:
@@ -173,8 +177,9 @@ def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: ShardingSpec, ranks:
 def make_parameter(
     name: str, source: Tensor, entry: ParameterPlan, ranks: Ranks, compute_dtype: torch.dtype
 ) -> StoredParameter:
-    """The stored form of one of the model's parameters; from a meta tensor the shard is left for
-    loading.
+    """The stored form of one of the model's parameters.
+
+    From a meta tensor the shard is left for loading.
     """
     spec = parse_spec(entry.spec)
     dtype = getattr(torch, entry.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,7 @@ _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 @dataclass
 class StageRun:
-    """One step of one stage: the values its bodies read, and what they give besides boundary
-    tensors.
+    """One step of one stage: what its bodies read, and what they give besides boundary tensors.
 
     Attributes:
         program: The stage.
@@ -60,8 +60,9 @@ class StageRun:
 
 
 class _StageModule(nn.Module):
-    """A training body as torch.distributed.pipelining calls it: boundary tensors in, boundary
-    tensors or the loss out.
+    """A training body as torch.distributed.pipelining calls it.
+
+    Boundary tensors in; boundary tensors, or on the last stage the loss, out.
     """
 
     def __init__(
@@ -74,8 +75,7 @@ class _StageModule(nn.Module):
         self.run, self.receives, self.sends = run, receives, sends
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> tuple[Tensor, ...] | Tensor:
-        # type: ignore[no-untyped-call]
-        inputs = [_ContiguousGradient.apply(x) if x.requires_grad else x for x in received]
+        inputs = [_contiguous_gradient(x) if x.requires_grad else x for x in received]
         results = self.run(int(microbatch), dict(zip(self.receives, inputs)))
         return tuple(results[n].contiguous() for n in self.sends) if self.sends else results["loss"]
 
@@ -84,12 +84,17 @@ class _ContiguousGradient(torch.autograd.Function):
     """The same tensor; its gradient is laid out as a send wants it."""
 
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
+
+
+def _contiguous_gradient(x: Tensor) -> Tensor:
+    passed: Tensor = _ContiguousGradient.apply(x)  # type: ignore[no-untyped-call] # torch's
+    return passed
 
 
 def _hand_over(output: Tensor, target: Tensor) -> Tensor:
@@ -108,12 +113,8 @@ class Pipeline:
         ranks: Ranks,
         loss: str | None,
     ) -> None:
-        self.program, self.num_microbatches, self.ranks, self.loss = (
-            program,
-            num_microbatches,
-            ranks,
-            loss,
-        )
+        self.program, self.num_microbatches = program, num_microbatches
+        self.ranks, self.loss = ranks, loss
         self.current: StageRun | None = None
         module = _StageModule(
             self._run,
@@ -121,11 +122,9 @@ class Pipeline:
             tuple(n for n, _, _ in program.sends),
         )
         is_last = ranks.stage == num_stages - 1
-        outputs = (
-            [_example(m, g) for _, m, g in program.sends]
-            if not is_last
-            else [_loss_example(program, loss)]
-        )
+        outputs = [_example(m, g) for _, m, g in program.sends]
+        if is_last:
+            outputs = [_loss_example(program, loss)]
         stage = PipelineStage(
             module,
             ranks.stage,
@@ -135,11 +134,12 @@ class Pipeline:
             output_args=tuple(outputs),
             group=ranks.pipeline_group,
         )
+        along_rows = TensorChunkSpec(0)  # type: ignore[no-untyped-call] # torch leaves it untyped
         self.schedule = _SCHEDULES[schedule](
             stage,
             num_microbatches,
             loss_fn=_hand_over,
-            kwargs_chunk_spec={"microbatch": TensorChunkSpec(0)},
+            kwargs_chunk_spec={"microbatch": along_rows},
             scale_grads=False,
         )
 
@@ -175,8 +175,9 @@ def _loss_example(program: StageProgram, loss: str | None) -> Tensor:
 
 
 def keep_updates(run: StageRun, body: Body, results: Mapping[str, Tensor]) -> None:
-    """Notes the new values of buffers; they are the same in every microbatch, so the last one
-    stands.
+    """Notes the new values of buffers.
+
+    They are the same in every microbatch, so the last one stands.
     """
     for returned in body.returns:
         if returned.over_time == "R" and not results[returned.name].requires_grad:
@@ -184,14 +185,16 @@ def keep_updates(run: StageRun, body: Body, results: Mapping[str, Tensor]) -> No
 
 
 def train_alone(run: StageRun, loss: str) -> Tensor:
-    """All microbatches forward and backward on a plan of one stage; the sum of their losses (a sum
-    over ranks not yet taken).
+    """All microbatches forward and backward on a plan of one stage.
+
+    Returns:
+        The sum of their losses; a sum over ranks may still be open.
     """
     total: Tensor | None = None
     for microbatch in range(run.num_microbatches):
         results = run.run(run.program.training, microbatch, {})
         keep_updates(run, run.program.training, results)
-        results[loss].backward()  # type: ignore[no-untyped-call]
+        results[loss].backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
         part = results[loss].detach()
         total = part if total is None else total + part
     assert total is not None, "a step has a microbatch"
@@ -223,6 +226,6 @@ def _joined(parts: list[Tensor], returned: Returned) -> Tensor:
     if returned.over_time == "S":
         if returned.blocks == 1 or len(parts) == 1:
             return torch.cat(parts, returned.dim) if len(parts) > 1 else parts[0]
-        opened = [p.unflatten(returned.dim, (returned.blocks, -1)) for p in parts]
+        opened = [torch.unflatten(p, returned.dim, (returned.blocks, -1)) for p in parts]
         return torch.cat(opened, returned.dim + 1).flatten(returned.dim, returned.dim + 1)
     return torch.stack(parts).sum(0) if returned.over_time == "P" else parts[-1]

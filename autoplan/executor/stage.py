@@ -11,19 +11,19 @@ gives; a use in another layout is one `Conversion` node, shared by all uses in t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from autoplan.errors import PlanError
 from autoplan.executor.collectives import Conversion, Regather
 from autoplan.executor.local_op import LocalOp
 from autoplan.executor.local_ops import local_call
 from autoplan.executor.meshes import Ranks
-from autoplan.executor.special_ops import Moment
+from autoplan.executor.segments import Recomputed, find_segments
 from autoplan.graph import Graph, Op, Ref, TensorMeta
 from autoplan.placements import Layout, R, ShardingSpec, parse_layout
 from autoplan.plan import Plan
@@ -93,8 +93,9 @@ class StageProgram:
 
 
 def _from_parameters(graph: Graph, cut: StageCut) -> frozenset[str]:
-    """Values that parameters alone decide: what a gather of them gives can be had again at any
-    time.
+    """Values that parameters alone decide.
+
+    What a gather of them gives can be had again at any time.
     """
     found = {n for n in cut.values if graph.values[n].kind == "parameter"}
     for op in cut.ops:
@@ -134,13 +135,8 @@ class _StageBuilder:
         ranks: Ranks,
         stages: tuple[StageCut, ...],
     ) -> None:
-        self.graph, self.cut_graph, self.batch, self.plan, self.ranks = (
-            graph,
-            cut_graph,
-            batch,
-            plan,
-            ranks,
-        )
+        self.graph, self.cut_graph, self.batch = graph, cut_graph, batch
+        self.plan, self.ranks = plan, ranks
         self.stage_plan = plan.stages[ranks.stage]
         self.cut = stages[ranks.stage]
         self.next_cut = plan.stages[ranks.stage + 1] if ranks.stage + 1 < len(plan.stages) else None
@@ -152,7 +148,6 @@ class _StageBuilder:
         self._note_layouts()
 
     # -- layouts
-    # --------------------------------------------------------------------------------------------------
 
     def _note_layouts(self) -> None:
         whole = ShardingSpec((R, R))
@@ -171,7 +166,8 @@ class _StageBuilder:
         index = self.plan.op_strategies.get(op.name)
         if index is None:
             raise PlanError(
-                f"the plan has no strategy for op {op.name} ({op.target}). It was made for another model: plan again."
+                f"the plan has no strategy for op {op.name} ({op.target}). It was made for another "
+                "model: plan again."
             )
         chosen = self.plan.strategies[index]
         return tuple(map(parse_layout, chosen.inputs)), tuple(map(parse_layout, chosen.outputs))
@@ -200,7 +196,6 @@ class _StageBuilder:
         )
 
     # -- programs
-    # -------------------------------------------------------------------------------------------------
 
     def build(self) -> StageProgram:
         sends = [Returned(n, layout, "S") for n, layout in self._sent()]
@@ -212,38 +207,29 @@ class _StageBuilder:
             for n in dict.fromkeys(graph.buffer_updates.values())
             if n in here
         ]
-        outputs = [
-            self._returned(n, whole=True)
-            for n in dict.fromkeys(self.cut_graph.outputs)
-            if n in here and n not in {s.name for s in sends}
-        ]
-        outputs += [
-            self._returned(n, whole=True)
-            for n in dict.fromkeys(self.cut_graph.outputs)
-            if n in here and n in {s.name for s in sends}
-        ]
+        sent = {s.name for s in sends}
+        made_outputs = [n for n in dict.fromkeys(self.cut_graph.outputs) if n in here]
+        made_outputs.sort(key=lambda n: n in sent)
+        outputs = [self._returned(n, whole=True) for n in made_outputs]
         prologue_names = self.batch.prologue if self.is_cut else frozenset()
         body_ops = [op for op in self.cut.ops if op.name not in prologue_names]
-        prologue = self._prologue(
-            [op for op in self.cut.ops if op.name in prologue_names],
-            body_ops,
-            [*loss, *updates, *outputs],
-        )
+        prologue_ops = [op for op in self.cut.ops if op.name in prologue_names]
+        prologue = self._prologue(prologue_ops, body_ops, [*loss, *updates, *outputs])
         training = self._body(body_ops, [*sends, *loss, *updates], recompute=True)
+        received = ((t.name, self.made[t.name]) for t in self.stage_plan.receives)
+        full = self._body(body_ops, [*sends, *outputs], recompute=False)
         return StageProgram(
-            self.cut,
-            prologue,
-            training,
-            self._body(body_ops, [*sends, *outputs], recompute=False),
-            tuple(
-                (t.name, self.local_meta(t.name, self.made[t.name]), self._carries(t.name))
-                for t in self.stage_plan.receives
-            ),
-            tuple(
-                (r.name, self.local_meta(r.name, r.layout), self._carries(r.name)) for r in sends
-            ),
-            self.regather if self.has_regather else None,
+            cut=self.cut,
+            prologue=prologue,
+            training=training,
+            full=full,
+            receives=tuple(self._boundary(n, layout) for n, layout in received),
+            sends=tuple(self._boundary(r.name, r.layout) for r in sends),
+            regather=self.regather if self.has_regather else None,
         )
+
+    def _boundary(self, name: str, layout: Layout) -> tuple[str, TensorMeta, bool]:
+        return name, self.local_meta(name, layout), self._carries(name)
 
     def _sent(self) -> list[tuple[str, Layout]]:
         if self.next_cut is None:
@@ -251,8 +237,9 @@ class _StageBuilder:
         return [(t.name, parse_layout(t.layout)) for t in self.next_cut.receives]
 
     def _made_here(self) -> set[str]:
-        """Values whose op is this stage's own; those of free ops and leaves count for the last
-        stage.
+        """Values whose op is this stage's own.
+
+        Those of free ops and leaves count for the last stage.
         """
         last = self.ranks.stage == len(self.plan.stages) - 1
         received = {t.name for t in self.stage_plan.receives}
@@ -292,7 +279,7 @@ class _StageBuilder:
         needed = _needed(ops, [r.name for r in returns])
         root = nn.Module()
         scope = _Scope(self, root)
-        segments = self._segments(needed) if recompute else [(None, needed)]
+        segments = find_segments(needed, self.stage_plan.recompute if recompute else ())
         made_inside = {n for op in needed for n in op.outputs if n}
         feeds = [
             n for n in dict.fromkeys(n for op in needed for n in op.inputs) if n not in made_inside
@@ -306,98 +293,11 @@ class _StageBuilder:
                     scope.emit(op)
             else:
                 later = [op for _, part in segments[number + 1 :] for op in part]
-                scope.emit_recomputed(
-                    label,
-                    segment,
-                    {n for op in later for n in op.inputs} | {r.name for r in returns},
-                )
+                used_later = {n for op in later for n in op.inputs} | {r.name for r in returns}
+                scope.emit_recomputed(label, segment, used_later)
         scope.graph.output(tuple(scope.in_layout(r.name, r.layout) for r in returns))
         module = fx.GraphModule(root, scope.graph, class_name=f"Stage{self.ranks.stage}")
         return Body(module, (MOMENT, *feeds), tuple(returns))
-
-    def _segments(self, ops: list[Op]) -> list[tuple[str | None, list[Op]]]:
-        """Ops in order, those of a recomputed layer together."""
-        labels = self.stage_plan.recompute
-        if not labels:
-            return [(None, ops)]
-        label_of = {op.name: _label(op, labels) for op in ops}
-        users: dict[str, set[str | None]] = {}
-        for op in reversed(ops):  # a free op joins the layer that alone uses it
-            mine = {label for n in op.outputs if n for label in users.get(n, {None})}
-            if (
-                label_of[op.name] is None
-                and len(mine) == 1
-                and None not in mine
-                and not op.module_path
-            ):
-                label_of[op.name] = next(iter(mine))
-            for name in op.inputs:
-                users.setdefault(name, set()).add(label_of[op.name])
-        return _grouped(ops, label_of)
-
-
-def _label(op: Op, labels: Iterable[str]) -> str | None:
-    return next(
-        (x for x in labels if op.module_path == x or op.module_path.startswith(f"{x}.")), None
-    )
-
-
-def _grouped(
-    ops: list[Op], label_of: Mapping[str, str | None]
-) -> list[tuple[str | None, list[Op]]]:
-    """Each label's ops at the place of its first one, if nothing outside that they need comes after
-    it.
-    """
-    order: list[tuple[str | None, list[Op]]] = []
-    place: dict[str, int] = {}
-    for op in ops:
-        label = label_of[op.name]
-        if label is not None and label in place:
-            order[place[label]][1].append(op)
-        elif label is None and order and order[-1][0] is None:
-            order[-1][1].append(op)
-        else:
-            if label is not None:
-                place[label] = len(order)
-            order.append((label, [op]))
-    made: set[str] = set()
-    inside = {n for op in ops for n in op.outputs if n}
-    result: list[tuple[str | None, list[Op]]] = []
-    for label, group in _hoisted(order, label_of):
-        for op in group:
-            assert all(n in made or n not in inside for n in op.inputs), (
-                f"{op.name} runs before its inputs"
-            )
-            made.update(n for n in op.outputs if n)
-        result.append((label, group))
-    return result
-
-
-def _hoisted(
-    order: list[tuple[str | None, list[Op]]], label_of: Mapping[str, str | None]
-) -> list[tuple[str | None, list[Op]]]:
-    """Unlabelled ops that a labelled group before them needs move in front of that group."""
-    ops = [op for _, group in order for op in group]
-    maker = {n: op for op in ops for n in op.outputs if n}
-    emitted: set[str] = set()
-    result: list[tuple[str | None, list[Op]]] = []
-
-    def require(op: Op) -> None:
-        for name in op.inputs:
-            before = maker.get(name)
-            if before is not None and before.name not in emitted and label_of[before.name] is None:
-                require(before)
-                emitted.add(before.name)
-                result.append((None, [before]))
-
-    for label, group in order:
-        for op in group:
-            require(op)
-        fresh = [op for op in group if op.name not in emitted]
-        emitted.update(op.name for op in fresh)
-        if fresh:
-            result.append((label, fresh))
-    return result
 
 
 def _needed(ops: list[Op], wanted: Iterable[str]) -> list[Op]:
@@ -410,23 +310,8 @@ def _needed(ops: list[Op], wanted: Iterable[str]) -> list[Op]:
     return kept[::-1]
 
 
-class _Recomputed(nn.Module):
-    """A layer whose activations are made again in backward."""
-
-    def __init__(self, body: fx.GraphModule) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, moment: Moment, *inputs: Tensor) -> object:
-        if not torch.is_grad_enabled():
-            return self.body(moment, *inputs)
-        return checkpoint(self.body, moment, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
 class _Scope:
-    """One fx graph being written: values by name, in the layout they were made in, and their
-    conversions.
-    """
+    """One fx graph being written: values by name as they were made, and their conversions."""
 
     def __init__(self, builder: _StageBuilder, root: nn.Module) -> None:
         self.builder, self.root = builder, root
@@ -446,9 +331,7 @@ class _Scope:
         return unique
 
     def in_layout(self, name: str, layout: Layout) -> fx.Node:
-        """The value in this layout: as made, or through one conversion shared by all who want the
-        same.
-        """
+        """The value in this layout: as made, or through one conversion that all uses share."""
         made = self.builder.made[name]
         carries = self.builder._carries(name)
         if not carries:
@@ -472,7 +355,7 @@ class _Scope:
         call = local_call(local, self.builder.ranks)
         inputs = [self.in_layout(n, layout) for n, layout in zip(op.inputs, local.inputs)]
 
-        def fill(argument: object) -> object:
+        def fill(argument: object) -> Any:
             if isinstance(argument, Ref):
                 return inputs[argument.index]
             return [fill(a) for a in argument] if isinstance(argument, list | tuple) else argument
@@ -483,9 +366,9 @@ class _Scope:
             args = (self.moment, *args)
         if isinstance(call.function, nn.Module):
             name = self.module(_identifier(op.name), call.function)
-            node = self.graph.call_module(name, args, kwargs)  # type: ignore[arg-type]
+            node = self.graph.call_module(name, args, kwargs)
         else:
-            node = self.graph.call_function(call.function, args, kwargs)  # type: ignore[arg-type]
+            node = self.graph.call_function(call.function, args, kwargs)
         self.bind(op, node, call.function)
 
     def bind(self, op: Op, node: fx.Node, function: object) -> None:
@@ -510,7 +393,7 @@ class _Scope:
         for op in ops:
             inner.emit(op)
         inner.graph.output(tuple(inner.nodes[n] for n in results))
-        module = _Recomputed(fx.GraphModule(root, inner.graph, class_name="RecomputedLayer"))
+        module = Recomputed(fx.GraphModule(root, inner.graph, class_name="RecomputedLayer"))
         node = self.graph.call_module(
             self.module(_identifier(label), module), (self.moment, *(self.nodes[n] for n in feeds))
         )

@@ -21,8 +21,10 @@ def as_int(value: object) -> int:
 
 
 def as_ints(value: object) -> tuple[int, ...]:
-    # type: ignore[attr-defined]
-    return (value,) if isinstance(value, int) else tuple(as_int(v) for v in value)
+    if isinstance(value, int):
+        return (value,)
+    assert isinstance(value, list | tuple), f"{value!r} is an int or ints in the op's schema"
+    return tuple(as_int(v) for v in value)
 
 
 def as_dim(value: object, rank: int) -> int:

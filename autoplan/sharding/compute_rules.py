@@ -333,13 +333,36 @@ def cross_entropy_count(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 COMPUTE_RULES: dict[str, Resolver] = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "neg", "_to_copy", "real", "imag", "detach", "zeros_like", "isin", "native_dropout"), pointwise),
+    **dict.fromkeys(
+        (
+            "add", "sub", "mul", "div", "neg", "_to_copy", "real", "imag", "detach", "zeros_like",
+            "isin", "native_dropout",
+        ),
+        pointwise,
+    ),
     **dict.fromkeys(("sum", "mean"), summing_reduction),
-    **dict.fromkeys(("max", "min", "amax", "amin", "argmax", "argmin", "var", "std", "prod", "any", "all", "logsumexp", "var_mean", "norm",
-                     "linalg_vector_norm", "median", "mode", "count_nonzero"), other_reduction),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "argsort", "flip", "roll",
-                     "diff", "glu", "cummax", "logcumsumexp"), along_dim),
-    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"), mean_loss),
+    **dict.fromkeys(
+        (
+            "max", "min", "amax", "amin", "argmax", "argmin", "var", "std", "prod", "any", "all",
+            "logsumexp", "var_mean", "norm", "linalg_vector_norm", "median", "mode",
+            "count_nonzero",
+        ),
+        other_reduction,
+    ),
+    **dict.fromkeys(
+        (
+            "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort",
+            "topk", "argsort", "flip", "roll", "diff", "glu", "cummax", "logcumsumexp",
+        ),
+        along_dim,
+    ),
+    **dict.fromkeys(
+        (
+            "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+        ),
+        mean_loss,
+    ),
     "matmul": matmul,
     "baddbmm": baddbmm,
     "scaled_dot_product_attention": attention,

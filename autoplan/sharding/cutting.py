@@ -76,12 +76,12 @@ def cut_stages(graph: Graph, bounds: Iterable[tuple[str, str]]) -> tuple[StageCu
     """
     chain = [op.name for op in chain_ops(graph)]
     place = {name: i for i, name in enumerate(chain)}
-    spans, expected = [], 0
+    spans: list[tuple[int, int]] = []
+    expected = 0
     for first, last in bounds:
         if place.get(first) != expected or place.get(last, -1) < expected:
-            raise ValueError(
-                f"stage {len(spans)} starts at {first!r}, expected {chain[expected] if expected < len(chain) else 'nothing'!r}"
-            )
+            due = chain[expected] if expected < len(chain) else "nothing"
+            raise ValueError(f"stage {len(spans)} starts at {first!r}, expected {due!r}")
         spans.append((place[first], place[last] + 1))
         expected = place[last] + 1
     if expected != len(chain):

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]  # has no stubs
 
 from autoplan.placements import Partial, Placement, R, Replicate, Shard, ShardingSpec
 
@@ -71,12 +72,12 @@ def transition(
         for move, after in _moves(state, source, target, axis_sizes):
             graph.add_edge(state, after, move=move, weight=_weight(move, axis_sizes))
     path = nx.dijkstra_path(graph, source, target)
-    return tuple(graph.edges[edge]["move"] for edge in zip(path, path[1:]))
+    return tuple(graph.edges[edge]["move"] for edge in pairwise(path))
 
 
 def _states(source: ShardingSpec, target: ShardingSpec) -> list[ShardingSpec]:
     """Specs that may lie on a path: each axis at its source, at its target, or whole."""
-    states = [()]
+    states: list[tuple[Placement, ...]] = [()]
     for s, t in zip(source, target):
         options = [s] if s == t and not isinstance(s, Shard) else list(dict.fromkeys((s, R, t)))
         states = [(*head, option) for head in states for option in options]

@@ -30,12 +30,15 @@ from autoplan.sharding.factors import Atom, Dims, OpRule, plain
 from autoplan.sharding.view_rules import VIEW_RULES
 
 _POINTWISE = """
-abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_min clamp_max cos cosh
-elu eq erf erfc exp exp2 expm1 floor fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log
-log1p log2 log10 log_sigmoid logical_and logical_not logical_or logical_xor logaddexp lt masked_fill maximum minimum mish nan_to_num ne
-pow reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh
-threshold trunc where xlogy __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift floor_divide addcmul addcdiv frac
-logit isneginf isposinf rsub fill hardshrink copysign hypot zeros_like ones_like full_like empty_like complex polar angle
+abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil
+celu clamp clamp_min clamp_max cos cosh elu eq erf erfc exp exp2 expm1 floor fmod ge gelu gt
+hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log1p log2 log10
+log_sigmoid logical_and logical_not logical_or logical_xor logaddexp lt masked_fill maximum
+minimum mish nan_to_num ne pow reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign
+silu sin sinh softplus softshrink sqrt square tan tanh threshold trunc where xlogy __and__ __or__
+__xor__ bitwise_left_shift bitwise_right_shift floor_divide addcmul addcdiv frac logit isneginf
+isposinf rsub fill hardshrink copysign hypot zeros_like ones_like full_like empty_like complex
+polar angle
 """.split()
 
 # op family (the name before the overload) -> rule text
@@ -128,10 +131,11 @@ def _parse(text: str) -> _Parsed:
     optional = frozenset(
         i for i, letters in enumerate(operands) if letters and letters[-1].endswith("?")
     )
-    found = {
-        name: body
-        for name, body in (re.fullmatch(r"(\w+)\((.*)\)", mark).groups() for mark in marks)
-    }  # type: ignore[union-attr]
+    found: dict[str, str] = {}
+    for mark in marks:
+        match = re.fullmatch(r"(\w+)\((.*)\)", mark)
+        assert match is not None, f"a mark of rule {text!r} is written name(...), not {mark!r}"
+        found[match[1]] = match[2]
     numbers = {
         key: frozenset(map(int, found[key].split()))
         for key in ("additive", "linear")

@@ -8,6 +8,7 @@ is never split stands beside it. `VIEW_RULES` maps op families to resolvers.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from autoplan.graph import Op, Ref, TensorMeta
 from autoplan.sharding.arguments import (
@@ -72,9 +73,9 @@ def _common_factors(
             product *= size
             bounds.add(product)
     ordered = sorted(bounds)
-    if any(b % a for a, b in zip(ordered, ordered[1:])):
+    if any(b % a for a, b in pairwise(ordered)):
         return None, number
-    sizes = [b // a for a, b in zip(ordered, ordered[1:])][::-1]
+    sizes = [b // a for a, b in pairwise(ordered)][::-1]
     atoms = [Atom(f"v{number + k}", size) for k, size in enumerate(sizes)]
     return atoms, number + len(atoms)
 
@@ -305,16 +306,18 @@ def index(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
     indices = op.arguments["indices"]
     assert isinstance(indices, tuple), "indices are a tuple"
     first, rank = as_int(op.arguments["first"]), as_int(op.arguments["rank"])
-    aligned = dict(op.arguments["aligned"])  # type: ignore[call-overload]
+    pairs = op.arguments["aligned"]
+    assert isinstance(pairs, tuple), "aligned dims are a tuple of (source dim, result dim)"
+    aligned: dict[int, int] = dict(pairs)
     indexed = {d for d, ref in enumerate(indices) if isinstance(ref, Ref)}
     source = inputs[0].shape
     kept = [d for d in range(len(source)) if d not in indexed]
     before = [d for d in kept if d < first] if kept else []
-    names: list[str | None] = (
-        [f"s{d}" for d in before]
-        + [f"i{k}" for k in range(rank)]
-        + [f"s{d}" for d in kept if d not in before]
-    )
+    names: list[str | None] = [
+        *(f"s{d}" for d in before),
+        *(f"i{k}" for k in range(rank)),
+        *(f"s{d}" for d in kept if d not in before),
+    ]
     dims: list[Dims] = [
         plain(
             tuple(
@@ -378,9 +381,19 @@ VIEW_RULES: dict[str, Resolver] = {
     "cat": cat,
     "stack": stack,
     "repeat_interleave": repeat_interleave,
-    **dict.fromkeys(("pad", "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "repeat", "tile"), same_size_dims),
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "arange", "scalar_tensor", "eye",
-                     "linspace", "rand", "randn", "randint"), factory),
+    **dict.fromkeys(
+        (
+            "pad", "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "repeat", "tile",
+        ),
+        same_size_dims,
+    ),
+    **dict.fromkeys(
+        (
+            "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
+            "arange", "scalar_tensor", "eye", "linspace", "rand", "randn", "randint",
+        ),
+        factory,
+    ),
     "autoplan.index": index,
     **dict.fromkeys(("gather", "scatter", "scatter_add", "take_along_dim"), gather),
     "index_select": index_select,

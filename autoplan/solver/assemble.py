@@ -110,7 +110,6 @@ def no_figures(num_stages: int) -> Figures:
         send_s=0.0,
         step_s=0.0,
         memory=MemoryEstimate(
-            # fmt: skip
             parameters=0,
             gradients=0,
             optimizer_state=0,
@@ -119,8 +118,17 @@ def no_figures(num_stages: int) -> Figures:
             reserve=0,
         ),
     )
-    estimate = Estimate(step_time_s=0.0, compute_s=0.0, communication_s=0.0, bubble_s=0.0, optimizer_s=0.0, peak_memory_bytes=0,
-                        peak_stage=0, mfu=0.0, sources={})  # fmt: skip
+    estimate = Estimate(
+        step_time_s=0.0,
+        compute_s=0.0,
+        communication_s=0.0,
+        bubble_s=0.0,
+        optimizer_s=0.0,
+        peak_memory_bytes=0,
+        peak_stage=0,
+        mfu=0.0,
+        sources={},
+    )
     return Figures((nothing,) * num_stages, estimate)
 
 

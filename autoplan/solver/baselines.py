@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autoplan.solver.evaluate import Candidate, Priced
+from autoplan.solver.candidate import Candidate, Priced
+from autoplan.solver.pins import Pinned
 from autoplan.solver.search import Search
-from autoplan.solver.space import Pinned
 
 
 def price_baselines(search: Search) -> dict[str, Priced | None]:
@@ -32,7 +32,7 @@ def price_baselines(search: Search) -> dict[str, Priced | None]:
 
 
 def _best(search: Search, pinned: Pinned) -> Priced | None:
-    other = _like(search, pinned)
+    other = search.like(pinned=pinned)
     for candidate in other.candidates(search.cluster.num_devices):
         other.price(candidate)
     return other.best
@@ -44,13 +44,13 @@ def _best_grid(search: Search) -> Priced | None:
     """
     best: Priced | None = None
     num_layers = len(search.space.layers.layers)
-    free = _like(search, Pinned(zero=1))
+    free = search.like(pinned=Pinned(zero=1))
     groups: dict[int, list[Candidate]] = {}
     for candidate in free.candidates(search.cluster.num_devices):
         if free.least_s(candidate) < (best.step_s if best else math.inf):
             groups.setdefault(candidate.pp, []).append(candidate)
     for pp, members in groups.items():
-        one = _like(search, Pinned(zero=1, pp=pp, stage_layers=_equal(num_layers, pp)))
+        one = search.like(pinned=Pinned(zero=1, pp=pp, stage_layers=_equal(num_layers, pp)))
         one.best = best
         for candidate in members:
             one.price(candidate)
@@ -62,15 +62,3 @@ def _equal(num_layers: int, stages: int) -> tuple[int, ...]:
     """Layers per stage as evenly as they go, the first stages taking what is left over."""
     base, more = divmod(num_layers, stages)
     return tuple(base + (s < more) for s in range(stages))
-
-
-def _like(search: Search, pinned: Pinned) -> Search:
-    return Search(
-        search.space,
-        search.cluster,
-        pinned,
-        search.training,
-        search.optimizer,
-        search.limit_bytes,
-        search.time_limit_s,
-    )

@@ -13,7 +13,8 @@ from autoplan.graph import Graph, TensorMeta
 from autoplan.plan import Conversion, Estimate, MemoryEstimate, SearchReport, StageEstimate
 from autoplan.sharding.resharding import transition
 from autoplan.solver.assemble import Figures
-from autoplan.solver.evaluate import CandidateSolver, Priced
+from autoplan.solver.candidate import Priced
+from autoplan.solver.evaluate import CandidateSolver
 
 AXES = ("dp", "tp")
 
@@ -112,7 +113,9 @@ def _stage(priced: Priced, solver: CandidateSolver, stage: int, reserve: float) 
 
 
 def _held_again(priced: Priced, solver: CandidateSolver, first: int, last: int) -> dict[str, float]:
-    """Bytes by term that layers `first` to `last` count of a parameter beyond the one copy that their stage holds."""
+    """Bytes by term that layers `first` to `last` count of a parameter beyond the one copy that
+    their stage holds.
+    """
     kinds, ops = solver.graph.values, {op.name: op for op in solver.graph.ops}
     users: dict[str, int] = {}
     for layer in solver.layers.layers[first:last]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 
 from autoplan.costs.tables import Folded
 from autoplan.graph import Graph, Op
@@ -115,7 +115,7 @@ def _labels(chain: list[Op]) -> dict[str, str | None]:
     for op in chain:
         prefixes = _prefixes(op.module_path)
         repeated = [p for p in prefixes if siblings[(p.rsplit(".", 1)[0], tuple(shape[p]))] > 1]
-        labels[op.name] = (repeated or prefixes or [None])[0]
+        labels[op.name] = next(iter(repeated or prefixes), None)
     return labels
 
 
@@ -169,7 +169,7 @@ def _absorbed(
         if label is not None:
             tails.setdefault(label.rsplit(".", 1)[0], []).append(ops if following is None else [])
     lengths = {container: _common_length(graph, found) for container, found in tails.items()}
-    for (label, own), (following, ops) in zip(merged, merged[1:]):
+    for (label, own), (following, ops) in pairwise(merged):
         if label is not None and following is None:
             length = lengths[label.rsplit(".", 1)[0]]
             own.extend(ops[:length])
@@ -180,7 +180,9 @@ def _absorbed(
 def _tightened(
     graph: Graph, runs: list[tuple[str | None, list[Op]]]
 ) -> list[tuple[str | None, list[Op]]]:
-    """Between two runs outside of blocks, the cut lies where the fewest bytes cross: an op that widens its input joins what follows."""
+    """Between two runs outside of blocks, the cut lies where the fewest bytes cross: an op that
+    widens its input joins what follows.
+    """
     chain = [op for _, ops in runs for op in ops]
     place = {n: i for i, op in enumerate(chain) for n in op.outputs if n}
     last = {n: i for i, op in enumerate(chain) for n in op.inputs if n in place}
@@ -191,7 +193,7 @@ def _tightened(
         live[end] -= size
     crossing = list(accumulate(live))
     position = 0
-    for (label, ops), (following, behind) in zip(runs, runs[1:]):
+    for (label, ops), (following, behind) in pairwise(runs):
         position += len(ops)
         if label is not None or following is not None:
             continue

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search works on: the captured graph with what no candidate layout changes, and the user's
-pins.
-"""
+"""What a search works on: the captured graph with what no candidate layout changes."""
 
 from __future__ import annotations
 
@@ -16,25 +14,10 @@ from autoplan.sharding.factors import OpRule
 from autoplan.sharding.rules import find_rule, kept_whole
 from autoplan.solver.figures import dtype_of_work, flop_per_step
 from autoplan.solver.layers import Layers, find_layers
+from autoplan.solver.pins import Pinned
 
-HEAVY_SHARE = (
-    0.01  # of the model's forward FLOPs: products above it are what a pinned tp is meant to split
-)
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """The user's decisions; None leaves them to the search."""
-
-    tp: int | None = None
-    pp: int | None = None
-    dp: int | None = None
-    zero: int | None = None
-    num_microbatches: int | None = None
-    schedule: str | None = None
-    recompute: bool | None = None
-    stage_layers: tuple[int, ...] | None = None
-    placements: tuple[tuple[str, str], ...] = ()
+# of the model's forward FLOPs: products above it are what a pinned tp is meant to split
+HEAVY_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -91,10 +74,12 @@ class Space:
             flop[name] = flop.get(name, 0.0) + flop_per_step(one, training=False)
         return frozenset(n for n, f in flop.items() if f >= HEAVY_SHARE * self.forward_flop > 0)
 
-    def kept_whole(self, placements: tuple[tuple[str, str], ...]) -> frozenset[str]:
-        """Representative ops of a parameter that a pin leaves whole over tp: a pinned tp does not split them."""
+    def kept_whole(self, pinned: Pinned) -> frozenset[str]:
+        """Representative ops of a parameter that a pinned placement leaves whole over tp: a pinned
+        tp does not split them.
+        """
         pins = {
-            v.name: next((s for p, s in placements if fnmatchcase(v.name, p)), "")
+            v.name: next((s for p, s in pinned.placements if fnmatchcase(v.name, p)), "")
             for v in self.graph.of_kind("parameter")
         }
         whole = {

@@ -18,8 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autoplan
 from autoplan.capture import capture
 from autoplan.solver.baselines import price_baselines
+from autoplan.solver.pins import Pinned
 from autoplan.solver.search import Search
-from autoplan.solver.space import Pinned, Space
+from autoplan.solver.space import Space
 
 BATCH, SEQUENCE = 512, 4096
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from rule_check import graph_of, problems_of, values_of
 
-from autoplan.sharding.rules import _POINTWISE, _TABLE
-from autoplan.sharding.rules import RESOLVERS
+from autoplan.sharding.rules import _POINTWISE, _TABLE, RESOLVERS
 
 aten = torch.ops.aten
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contracted problems have the same best value as the original ones, under limits and prices, and give choices of it."""
+"""Contracted problems have the same best value as the original ones, under limits and prices, and
+give choices of it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def random_problem(seed: int, *, limited: bool) -> IntraOpProblem:
                 costs.append(matrix)
                 held.append(rng.integers(0, 5, (layouts, layouts)).astype(float))
             produced = shared[0].produced if shared else rng.integers(0, layouts, sizes[producer])
-            edges.append(Edge(producer, consumer, produced, rng.integers(0, layouts, sizes[consumer]), group))
+            edges.append(
+                Edge(producer, consumer, produced, rng.integers(0, layouts, sizes[consumer]), group)
+            )
     node_bytes = tuple(rng.integers(0, 6, s).astype(float) for s in sizes)
     limit = float(sum(b.mean() for b in node_bytes) + 3) if limited else None
     return IntraOpProblem(
@@ -60,7 +64,9 @@ def test_same_best_value(block: int, limited: bool) -> None:
         assert found.time_s == pytest.approx(expected.time_s, rel=1e-9, abs=1e-9), seed
         time_s, held_bytes, transient_bytes = evaluate(problem, original(found.choices))
         assert time_s == pytest.approx(found.time_s, rel=1e-9, abs=1e-9)
-        assert (held_bytes, transient_bytes) == pytest.approx((found.held_bytes, found.transient_bytes))
+        assert (held_bytes, transient_bytes) == pytest.approx(
+            (found.held_bytes, found.transient_bytes)
+        )
     assert shrunk > 0
 
 
@@ -78,5 +84,9 @@ def test_a_chain_becomes_one_op() -> None:
     smaller, original = contract(problem)
     assert len(smaller.node_cost_s) == 1
     assert not smaller.edges
-    best = min(original((s,)) for s in range(smaller.node_cost_s[0].size) if smaller.node_cost_s[0][s] == smaller.node_cost_s[0].min())
+    best = min(
+        original((s,))
+        for s in range(smaller.node_cost_s[0].size)
+        if smaller.node_cost_s[0][s] == smaller.node_cost_s[0].min()
+    )
     assert evaluate(problem, best)[0] == pytest.approx(solve_intra_op(problem).time_s)

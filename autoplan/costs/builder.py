@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a folded graph on a mesh to its `CostTables`.
+
+In: the graph that one microbatch runs, with equal layers folded onto representatives, its rules
+and the batch; a mesh (dp, tp) on a cluster; what the user wishes. Out: the tables. What each op may
+choose is said here, and what its kernels and own collectives cost; parameters are priced in
+`storage.py`, conversions in `conversions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoplan.costs.collectives import collective_time
+from autoplan.costs.compute import kernel_time
+from autoplan.costs.conversions import Conversions, from_parameters
+from autoplan.costs.kernels import Kernel, backward_kernels, forward_kernels
+from autoplan.costs.saved import saved_by
+from autoplan.costs.storage import parameter_table
+from autoplan.costs.tables import (
+    CostTables,
+    Folded,
+    MeshCosts,
+    OpTable,
+    OpTables,
+    ParameterTable,
+    ValueTable,
+    Wishes,
+)
+from autoplan.graph import Op, TensorMeta
+from autoplan.placements import Layout, Shard, ShardingSpec
+from autoplan.sharding.batch import SLICE, Batch
+from autoplan.sharding.factors import OpRule
+from autoplan.sharding.strategies import (
+    NONE,
+    Choice,
+    Strategy,
+    axis_choices,
+    enumerate_strategies,
+)
+from autoplan.units import DTYPE_BYTES
+
+Blocks = Mapping[str, Mapping[str, tuple[int, ...]]]  # op name -> letter -> block counts
+
+WITH_COLLECTIVES = frozenset(
+    {"autoplan.cross_entropy", "autoplan.cross_entropy_sum", "autoplan.batch_norm"}
+)
+
+
+def build_tables(
+    folded: Folded,
+    rules: Mapping[str, OpRule],
+    blocks: Blocks,
+    batch: Batch,
+    mesh: MeshCosts,
+    wishes: Wishes,
+    *,
+    rows: int,
+    known: OpTables,
+) -> CostTables:
+    """The tables of a folded graph on a mesh.
+
+    Args:
+        folded: At one microbatch's sizes.
+        rules, blocks: Per representative op.
+        batch: Where the batch lies: on the first axis it alone is split.
+        mesh: The stage's.
+        wishes: Pins.
+        rows: Batch rows of one microbatch on one data parallel rank.
+        known: Op tables of earlier calls for the same graph and wishes, and where this call's go:
+            an op costs the same wherever it sees the same rows on the same tensor parallel ranks.
+
+    Raises:
+        PinnedPlacementError: A pinned placement is not among a parameter's choices.
+    """
+    builder = _TableBuilder(folded, rules, blocks, batch, mesh, wishes)
+    ops = {op.name: builder.op_table(op, rows, known) for op in folded.ops}
+    wanted = _wanted(folded, ops)
+    parameters = {}
+    for value in folded.graph.of_kind("parameter"):
+        if folded.representative.get(value.name, value.name) == value.name:
+            layouts = tuple(wanted.get(value.name, ()))
+            parameters[value.name] = parameter_table(value, layouts, mesh, wishes)
+    conversions = Conversions(folded, mesh, ops, training=wishes.training)
+    values: dict[str, ValueTable] = {}
+    for name, layouts in wanted.items():
+        made = _made(name, folded, ops, parameters, len(mesh.axis_sizes))
+        values[name] = conversions.table(name, made, layouts)
+    return CostTables(folded, mesh, ops, parameters, values)
+
+
+def _wanted(folded: Folded, ops: Mapping[str, OpTable]) -> dict[str, tuple[Layout, ...]]:
+    """Value -> every layout in which some strategy of some consumer wants it."""
+    wanted: dict[str, dict[Layout, None]] = {}
+    for value, consumer, slot in folded.edges:
+        into = wanted.setdefault(value, {})
+        for strategy in ops[consumer].strategies:
+            into[strategy.inputs[slot]] = None
+    return {value: tuple(layouts) for value, layouts in wanted.items()}
+
+
+def _made(
+    name: str,
+    folded: Folded,
+    ops: Mapping[str, OpTable],
+    parameters: Mapping[str, ParameterTable],
+    num_axes: int,
+) -> tuple[Layout, ...]:
+    """Every layout in which a value may be made; inputs and buffers are whole everywhere."""
+    if name in parameters:
+        return tuple(dict.fromkeys(s.used for s in parameters[name].strategies))
+    graph = folded.graph
+    if name in graph.producers:
+        maker = graph.ops[graph.producers[name]].name
+        table = ops[folded.representative.get(maker, maker)]
+        at = table.op.outputs.index(name)
+        return tuple(dict.fromkeys(s.outputs[at] for s in table.strategies))
+    whole = ShardingSpec.replicated(num_axes)
+    return (Layout(whole, whole),)
+
+
+class _TableBuilder:
+    """Op tables of one folded graph on one mesh."""
+
+    def __init__(
+        self,
+        folded: Folded,
+        rules: Mapping[str, OpRule],
+        blocks: Blocks,
+        batch: Batch,
+        mesh: MeshCosts,
+        wishes: Wishes,
+    ) -> None:
+        self.graph, self.rules, self.blocks = folded.graph, rules, blocks
+        self.batch, self.mesh, self.wishes = batch, mesh, wishes
+        self.from_parameters = from_parameters(folded)
+        self.kernel_cache: dict[Kernel, tuple[float, str]] = {}
+
+    def op_table(self, op: Op, rows: int, known: OpTables) -> OpTable:
+        """The op's table, from `known` where an equal one is there; see `build_tables`."""
+        dp, tp = self.mesh.axis_sizes
+        groups = self.mesh.groups if op.target in WITH_COLLECTIVES else ()
+        whole: tuple[int, ...] = ()
+        if op.name in self.batch.prologue:
+            whole = self.graph.values[next(n for n in op.outputs if n)].meta.shape
+        key = (op.name, rows, tp, dp > 1, groups, whole)
+        if key not in known:
+            known[key] = self._op_table(op)
+        # the same prices; input names differ between cut and uncut graphs
+        return replace(known[key], op=op)
+
+    # -- choices
+
+    def choices(self, op: Op) -> tuple[tuple[Choice, ...], ...]:
+        """Per axis what may be chosen: the batch on dp; every other letter on tp."""
+        if op.name in self.batch.prologue or op.target == SLICE:
+            return (NONE,), (NONE,)
+        carries = any(self.graph.values[n].requires_grad for n in op.inputs)
+        on_parameters = carries and all(n in self.from_parameters for n in op.inputs)
+        return (
+            self._choices_on_dp(op, on_parameters),
+            self._choices_on_tp(op, carries, on_parameters),
+        )
+
+    def _choices_on_dp(self, op: Op, on_parameters: bool) -> tuple[Choice, ...]:
+        rule, letter, dp = self.rules[op.name], self.batch.letters.get(op.name), self._size(0)
+        if dp == 1:
+            return (NONE,)
+        if letter is not None and self._divides(rule, letter, dp):
+            return (Choice("factor", *letter),)
+        found = axis_choices(rule, {}, sums=True, grads=on_parameters)
+        return tuple(c for c in found if c.kind != "factor")
+
+    def _choices_on_tp(self, op: Op, carries: bool, on_parameters: bool) -> tuple[Choice, ...]:
+        rule, letter, tp = self.rules[op.name], self.batch.letters.get(op.name), self._size(1)
+        if tp == 1:
+            return (NONE,)
+        blocks = self.blocks.get(op.name, {})
+        found = tuple(
+            c
+            for c in axis_choices(rule, blocks, sums=carries, grads=on_parameters)
+            if c.kind != "factor" or letter is None or (c.letter, c.blocks) != letter
+        )
+        if not carries:
+            found = tuple(c for c in found if c.kind in ("none", "factor"))
+        if op.name in self.wishes.split:
+            shared = tuple(
+                c
+                for c in found
+                if c.kind == "factor" and self._divides(rule, (c.letter, c.blocks), tp)
+            )
+            return shared or found
+        return found
+
+    def _size(self, axis: int) -> int:
+        return self.mesh.axis_sizes[axis]
+
+    @staticmethod
+    def _divides(rule: OpRule, letter: tuple[str, int], size: int) -> bool:
+        name, blocks = letter
+        return all(full % (blocks * size) == 0 for *_, full in rule.places[name])
+
+    # -- prices
+
+    def _op_table(self, op: Op) -> OpTable:
+        strategies = enumerate_strategies(
+            op, self.rules[op.name], self.graph, self.mesh.axis_sizes, self.choices(op)
+        )
+        table = OpTable(op, strategies)
+        inputs = tuple(self.graph.values[n].meta for n in op.inputs)
+        outputs = tuple(self.graph.values[n].meta if n else None for n in op.outputs)
+        grads = tuple(self.graph.values[n].requires_grad for n in op.inputs)
+        backward = self.wishes.training and any(grads)
+        for strategy in strategies:
+            local_in = tuple(self._local(m, lay) for m, lay in zip(inputs, strategy.inputs))
+            local_out = tuple(
+                self._local(m, lay) if m else TensorMeta((), "bool")
+                for m, lay in zip(outputs, strategy.outputs)
+            )
+            shares: dict[str, float] = {}
+            ahead = self._kernels_s(forward_kernels(op, local_in, local_out), shares)
+            back = 0.0
+            if backward:
+                back = self._kernels_s(backward_kernels(op, local_in, local_out, grads), shares)
+            own = self._own_collectives_s(op, strategy, local_in, backward, shares)
+            table.forward_s.append(ahead)
+            table.backward_s.append(back)
+            table.communication_s.append(own)
+            table.sources.append(shares)
+            saved = 0.0
+            if backward:
+                kept = saved_by(op, local_in, local_out, grads)
+                here = (local_out[i].size_bytes for i in kept.outputs if i < len(local_out))
+                saved = kept.extra_bytes + sum(here)
+            table.saved_bytes.append(saved)
+            # the working set: its tensors, and in training their gradients
+            made = sum(m.size_bytes for m, full in zip(local_out, outputs) if full is not None)
+            total = made + sum(m.size_bytes for m in local_in)
+            table.transient_bytes.append(float(2 * total if backward else total))
+        return table
+
+    def _local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
+        return TensorMeta(layout.value.local_shape(meta.shape, self.mesh.axis_sizes), meta.dtype)
+
+    def _kernels_s(self, kernels: tuple[Kernel, ...], shares: dict[str, float]) -> float:
+        total = 0.0
+        for kernel in kernels:
+            known = self.kernel_cache.get(kernel)
+            if known is None:
+                cost = kernel_time(
+                    self.mesh.profiles.device,
+                    kernel.family,
+                    kernel.flop,
+                    kernel.num_bytes,
+                    kernel.dtype,
+                    kernel.shape,
+                )
+                known = self.kernel_cache[kernel] = (cost.time_s, cost.source)
+            total += known[0]
+            shares[known[1]] = shares.get(known[1], 0.0) + known[0]
+        return total
+
+    def _own_collectives_s(
+        self,
+        op: Op,
+        strategy: Strategy,
+        inputs: tuple[TensorMeta, ...],
+        backward: bool,
+        shares: dict[str, float],
+    ) -> float:
+        """Collectives inside a local form: class-split losses and synchronised statistics, as the
+        executor runs them.
+        """
+        total = 0.0
+        for axis, placement in enumerate(strategy.inputs[0].value if strategy.inputs else ()):
+            if not isinstance(placement, Shard):
+                continue
+            for size in _own_sizes(op, inputs[0], placement.dim, backward):
+                cost = collective_time(
+                    self.mesh.profiles, "all_reduce", size, self.mesh.groups[axis]
+                )
+                total += cost.time_s
+                shares[cost.source] = shares.get(cost.source, 0.0) + cost.time_s
+        return total
+
+
+def _own_sizes(op: Op, local: TensorMeta, dim: int, backward: bool) -> list[float]:
+    """Bytes of each all-reduce that an op's local form runs over an axis that splits its input.
+
+    Args:
+        op: Any op; most have none.
+        local: Of its first input.
+        dim: Of that input, which the axis splits.
+        backward: Its backward runs too.
+    """
+    width = DTYPE_BYTES[local.dtype]
+    if op.target.startswith("autoplan.cross_entropy"):
+        classes = min(1, len(local.shape) - 1)
+        if op.target == "autoplan.cross_entropy_count" or dim != classes:
+            return []
+        rows = local.numel // max(local.shape[dim], 1) * width
+        return [float(rows), 3.0 * rows]
+    if op.target == "autoplan.batch_norm" and dim != 1 and op.arguments["training"]:
+        return [float(local.shape[1] * width)] * (4 if backward else 2)
+    return []

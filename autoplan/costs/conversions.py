@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What converting a value between layouts costs, and what autograd keeps of it for backward.
+
+In: a folded graph with its op tables. Out: a `ValueTable` per value, from each layout that its
+producer may give to each that a consumer may want. A value that backward needs is charged once for
+its storage, whoever keeps it and under however many views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoplan.costs.saved import Saved, saved_by
+from autoplan.costs.tables import Folded, MeshCosts, OpTable, ValueTable
+from autoplan.graph import Graph, Op, TensorMeta
+from autoplan.placements import Layout
+from autoplan.sharding.resharding import transition
+
+
+class Conversions:
+    """Prices the conversions of one folded graph's values.
+
+    Args:
+        folded: At one microbatch's sizes.
+        mesh: The stage's.
+        ops: The op tables of the folded graph.
+        training: Gradients are converted back, and tensors are kept for them.
+    """
+
+    def __init__(
+        self, folded: Folded, mesh: MeshCosts, ops: Mapping[str, OpTable], *, training: bool
+    ) -> None:
+        self.folded, self.mesh, self.training = folded, mesh, training
+        self.graph = folded.graph
+        self.from_parameters = from_parameters(folded)
+        self._kept = self._consumers_keep(ops) if training else set()
+        """Values that some consumer's backward needs."""
+        self._charged = self._charged_once(ops)
+        """Of these, per storage the one that is charged for it."""
+
+    def table(self, name: str, made: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> ValueTable:
+        """Seconds both ways, and bytes kept, from each layout made to each wanted."""
+        value = self.graph.values[name]
+        size, kept = float(value.meta.size_bytes), name in self._kept
+        carries = value.requires_grad and self.training
+        # what comes from parameters alone is gathered again in backward instead of kept
+        again = name in self.from_parameters
+        forward, backward, saved = [], [], []
+        for source in made:
+            row_f, row_b, row_s = [], [], []
+            for target in wanted:
+                ahead = self.mesh.move_s(source.value, target.value, size)
+                back = self.mesh.move_s(target.grad, source.grad, size) if carries else 0.0
+                if again and carries and kept:
+                    back += ahead
+                row_f.append(ahead)
+                row_b.append(back)
+                keep = kept and not again and value.kind == "activation"
+                if keep and name not in self._charged:  # unconverted, another's charge covers it
+                    keep = bool(transition(source.value, target.value, self.mesh.axis_sizes))
+                row_s.append(size / target.value.num_shards(self.mesh.axis_sizes) if keep else 0.0)
+            forward.append(row_f)
+            backward.append(row_b)
+            saved.append(row_s)
+        return ValueTable(name, made, wanted, forward, backward, saved)
+
+    def _consumers_keep(self, ops: Mapping[str, OpTable]) -> set[str]:
+        slots: dict[str, tuple[int, ...]] = {}
+        for name, table in ops.items():
+            if self._carries(table.op):
+                slots[name] = self._saved(table.op).inputs
+        return {
+            value for value, consumer, slot in self.folded.edges if slot in slots.get(consumer, ())
+        }
+
+    def _charged_once(self, ops: Mapping[str, OpTable]) -> set[str]:
+        """A tensor and its views share one storage; an op that saves its own output has paid."""
+        roots: dict[str, str] = {}  # value -> the value whose storage it shares
+        taken: set[str] = set()
+        for table in ops.values():
+            op, saved = table.op, self._saved(table.op)
+            for i, name in enumerate(op.outputs):
+                if not name:
+                    continue
+                roots[name] = name
+                if saved.alias_of is not None:
+                    source = op.inputs[saved.alias_of]
+                    roots[name] = roots.get(source, source)
+                if i in saved.outputs and self._carries(op):
+                    taken.add(roots[name])
+        charged: set[str] = set()
+        for name in sorted(self._kept, key=lambda n: self.graph.producers.get(n, -1)):
+            root = roots.get(name, name)
+            if root not in taken:
+                taken.add(root)
+                charged.add(name)
+        return charged
+
+    def _carries(self, op: Op) -> bool:
+        return any(self.graph.values[n].requires_grad for n in op.inputs)
+
+    def _saved(self, op: Op) -> Saved:
+        values = self.graph.values
+        return saved_by(
+            op,
+            tuple(values[n].meta for n in op.inputs),
+            tuple(values[n].meta if n else TensorMeta((), "bool") for n in op.outputs),
+            tuple(values[n].requires_grad for n in op.inputs),
+        )
+
+
+def from_parameters(folded: Folded) -> frozenset[str]:
+    """Parameters, and values made from them alone."""
+    graph: Graph = folded.graph
+    found = {v.name for v in graph.of_kind("parameter")}
+    for op in folded.ops:
+        if op.inputs and all(n in found for n in op.inputs):
+            found.update(n for n in op.outputs if n)
+    return frozenset(found)
