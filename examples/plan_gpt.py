@@ -23,8 +23,9 @@ from torch import nn
 import autoplan
 from autoplan.capture import capture
 from autoplan.solver.baselines import price_baselines
+from autoplan.solver.pins import Pinned
 from autoplan.solver.search import Search
-from autoplan.solver.space import Pinned, Space
+from autoplan.solver.space import Space
 
 BATCH, SEQUENCE = 128, 1024
 TIME_LIMIT_S = 60.0

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.fuzz`: random legal plans over the seven models on real processes, each against one device.
+"""`python -m tests.fuzz`: random legal plans over the seven models on real processes, each against
+one device.
 
     python -m tests.fuzz [--plans 200] [--seed 0] [--models mlp,gpt2] [--world 2]
 
-Prints one line a plan and a summary; exits 1 when a plan differs by more than 1e-9 relative, naming it.
+Prints one line a plan and a summary; exits 1 when a plan differs by more than 1e-9 relative, naming
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from pool import RemoteError, run
 from random_plans import random_plan
 
 TOLERANCE = 1e-9
-LAYOUTS = {2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]}
+LAYOUTS = {
+    2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)],
+}
 
 
 def main() -> int:
@@ -48,18 +53,31 @@ def main() -> int:
             dp, tp, pp = map(int, options.layout.split(","))
             world = dp * tp * pp
         microbatches, schedule = rng.choice((1, 2, 4)), rng.choice(("gpipe", "1f1b"))
-        schedule = "gpipe" if microbatches < pp else schedule  # 1F1B has no schedule for fewer microbatches than stages
+        schedule = (
+            "gpipe" if microbatches < pp else schedule
+        )  # 1F1B has no schedule for fewer microbatches than stages
         seed, recompute = rng.randrange(1 << 30), rng.random() < 0.3
-        label = f"{name} seed={seed} dp={dp} tp={tp} pp={pp} m={microbatches} {schedule}{' recompute' if recompute else ''}"
+        label = f"{name} seed={seed} dp={dp} tp={tp} pp={pp} m={microbatches} {schedule}"
+        label += " recompute" if recompute else ""
         try:
-            plan = random_plan(captured[name], seed, dp=dp, tp=tp, pp=pp, num_microbatches=microbatches, schedule=schedule, recompute=recompute)
+            plan = random_plan(
+                captured[name],
+                seed,
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                num_microbatches=microbatches,
+                schedule=schedule,
+                recompute=recompute,
+            )
         except ValueError as error:
             refused += 1
             if refused > 50 * options.plans:
                 raise RuntimeError(f"no plan is legal: {error}") from error
             continue
         try:
-            errors = [e.worst for e in run(world, compare, plan.to_json(), name, 1)]  # type: ignore[attr-defined]
+            # type: ignore[attr-defined]
+            errors = [e.worst for e in run(world, compare, plan.to_json(), name, 1)]
         except (RemoteError, TimeoutError) as error:
             failed.append(label)
             print(f"FAILED {label}\n{error}", flush=True)
@@ -72,7 +90,10 @@ def main() -> int:
             equal += 1
             print(f"equal   {max(errors):.2e} {label}", flush=True)
     seconds = time.perf_counter() - start
-    print(f"{equal} equal, {len(failed)} not, {refused} draws that the model refuses; largest relative error {worst:.2e}; {seconds:.0f} s")
+    print(
+        f"{equal} equal, {len(failed)} not, {refused} draws that the model refuses; "
+        f"largest relative error {worst:.2e}; {seconds:.0f} s"
+    )
     for label in failed:
         print(f"  {label}")
     return 1 if failed else 0

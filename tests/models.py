@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of the seven shapes the tests run, each with one batch; float64, seeded, no dropout unless asked.
+"""Small models of the seven shapes the tests run, each with one batch; float64, seeded, no dropout
+unless asked.
 
-`build(name)` gives (model, inputs). The transformers classes are the library's own with random weights.
+`build(name)` gives (model, inputs). The transformers classes are the library's own with random
+weights.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ class MLP(nn.Module):
 
     def __init__(self, width: int = 16, depth: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(depth)
+        )
         self.head = nn.Linear(width, 4)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,12 +57,24 @@ def _tokens(batch: int = 8, seq: int = 16, vocabulary: int = 64) -> dict[str, to
 def _gpt2() -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=32, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        vocab_size=64,
+        n_positions=32,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return GPT2LMHeadModel(config), _tokens()
 
 
 def _float64_norms(model: nn.Module) -> nn.Module:
-    """The library's RMS norms compute in float32 whatever the model is; torch's own keeps float64."""
+    """The library's RMS norms compute in float32 whatever the model is; torch's own keeps
+    float64.
+    """
     for module in model.modules():
         for name, child in module.named_children():
             if type(child).__name__ in ("LlamaRMSNorm", "T5LayerNorm"):
@@ -63,40 +85,86 @@ def _float64_norms(model: nn.Module) -> nn.Module:
 def _llama() -> Built:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=64, num_hidden_layers=2, use_cache=False)
+    config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=64,
+        num_hidden_layers=2,
+        use_cache=False,
+    )
     return _float64_norms(LlamaForCausalLM(config)), _tokens()
 
 
 def _bert() -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=64, num_hidden_layers=2, max_position_embeddings=32,
-                        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    config = BertConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=64,
+        num_hidden_layers=2,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return BertForMaskedLM(config), _tokens()
 
 
 def _vit() -> Built:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(hidden_size=32, num_attention_heads=4, intermediate_size=64, num_hidden_layers=2, image_size=16, patch_size=4,
-                       hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=4)  # fmt: skip
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(8, 3, 16, 16), "labels": torch.randint(0, 4, (8,))}
+    config = ViTConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        image_size=16,
+        patch_size=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=4,
+    )
+    return ViTForImageClassification(config), {
+        "pixel_values": torch.randn(8, 3, 16, 16),
+        "labels": torch.randint(0, 4, (8,)),
+    }
 
 
 def _t5() -> Built:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, use_cache=False, decoder_start_token_id=0,
-                      pad_token_id=0, dropout_rate=0.0)  # fmt: skip
+    config = T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=64,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        dropout_rate=0.0,
+    )
     inputs = _tokens()
-    return _float64_norms(T5ForConditionalGeneration(config)), {"input_ids": inputs["input_ids"], "labels": inputs["labels"].roll(1, 1)}
+    return _float64_norms(T5ForConditionalGeneration(config)), {
+        "input_ids": inputs["input_ids"],
+        "labels": inputs["labels"].roll(1, 1),
+    }
 
 
 def _resnet() -> Built:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="bottleneck", num_labels=4)
-    return ResNetForImageClassification(config), {"pixel_values": torch.randn(8, 3, 16, 16), "labels": torch.randint(0, 4, (8,))}
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="bottleneck", num_labels=4
+    )
+    return ResNetForImageClassification(config), {
+        "pixel_values": torch.randn(8, 3, 16, 16),
+        "labels": torch.randint(0, 4, (8,)),
+    }
 
 
 BUILDERS: dict[str, Callable[[], Built]] = {
@@ -116,4 +184,6 @@ def build(name: str, seed: int = 0) -> Built:
         torch.manual_seed(seed)
         model, inputs = BUILDERS[name]()
         model = model.to(torch.float64).train()
-        return model, {k: v.to(torch.float64) if v.is_floating_point() else v for k, v in inputs.items()}
+        return model, {
+            k: v.to(torch.float64) if v.is_floating_point() else v for k, v in inputs.items()
+        }

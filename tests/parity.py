@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One device against a plan on real processes: loss, every gradient, parameters after AdamW steps.
 
-`compare(plan text, model name, ...)` runs on every rank of a pool and gives the largest relative errors. The reference is the
-unmodified model on the same rank, whole batch, whole parameters.
+`compare(plan text, model name, ...)` runs on every rank of a pool and gives the largest relative
+errors. The reference is the unmodified model on the same rank, whole batch, whole parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from autoplan.executor.module import ParallelModule
 from autoplan.plan import Plan
 
 LEARNING_RATE = 1e-2
-FLOOR = 1e-6  # of the norm of all gradients: below it a gradient is rounding noise (a key bias under a softmax)
+# of the norm of all gradients: below it a gradient is rounding noise (a key bias under a softmax)
+FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Errors:
 
     Attributes:
         loss: |loss - reference| / |reference|, largest over steps.
-        gradient: Over parameters, after the first step; each against its own norm or FLOOR of all gradients' norm.
+        gradient: Over parameters, after the first step; each against its own norm or FLOOR of all
+            gradients' norm.
         parameter: Over parameters, after all steps.
     """
 
@@ -46,7 +48,9 @@ class Errors:
 
 
 def loss_in_float64(outputs: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Next-token loss in the logits' own dtype; the transformers classes round theirs to float32."""
+    """Next-token loss in the logits' own dtype; the transformers classes round theirs to
+    float32.
+    """
     logits = outputs.logits  # type: ignore[attr-defined]
     shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     return nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=-100)
@@ -73,7 +77,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare(rank: int, text: str, name: str, steps: int = 3, seed: int = 0) -> Errors:
-    """The largest relative errors between one device and the plan, over the parameters this rank's stage holds."""
+    """The largest relative errors between one device and the plan, over the parameters this rank's
+    stage holds.
+    """
     plan = Plan.from_json(text)
     model, inputs, captured = capture_named(name, seed)
     parallel = ParallelModule(model, captured, plan, {})
@@ -89,10 +95,14 @@ def compare(rank: int, text: str, name: str, steps: int = 3, seed: int = 0) -> E
         expected.backward()  # type: ignore[no-untyped-call]
         loss_error = max(loss_error, float((loss - expected).abs() / expected.abs()))
         if step == 0:
-            floor = FLOOR * float(torch.stack([p.grad.norm() for p in named.values() if p.grad is not None]).norm())
+            floor = FLOOR * float(
+                torch.stack([p.grad.norm() for p in named.values() if p.grad is not None]).norm()
+            )
             for n, p in parallel.named_parameters():
                 if n in named:
-                    gradient_error = max(gradient_error, _gradient_error(n, p.grad, named[n].grad, floor))
+                    gradient_error = max(
+                        gradient_error, _gradient_error(n, p.grad, named[n].grad, floor)
+                    )
         _drop_noise(parallel, named, floor)
         ours.step()
         theirs.step()
@@ -100,19 +110,31 @@ def compare(rank: int, text: str, name: str, steps: int = 3, seed: int = 0) -> E
     for n, p in parallel.named_parameters():
         if n in named:
             difference = _whole(p.detach()) - named[n].detach()
-            parameter_error = max(parameter_error, float(difference.norm() / named[n].detach().norm().clamp_min(1e-12)))
+            parameter_error = max(
+                parameter_error,
+                float(difference.norm() / named[n].detach().norm().clamp_min(1e-12)),
+            )
     return Errors(loss_error, gradient_error, parameter_error)
 
 
 def _drop_noise(parallel: ParallelModule, named: dict[str, nn.Parameter], floor: float) -> None:
-    """Zeroes gradients that are rounding noise on both sides: AdamW would turn their sign into a whole step."""
+    """Zeroes gradients that are rounding noise on both sides: AdamW would turn their sign into a
+    whole step.
+    """
     for n, p in parallel.named_parameters():
-        if n in named and named[n].grad is not None and p.grad is not None and float(named[n].grad.norm()) < floor * 1e-3:
+        if (
+            n in named
+            and named[n].grad is not None
+            and p.grad is not None
+            and float(named[n].grad.norm()) < floor * 1e-3
+        ):
             named[n].grad.zero_()
             p.grad.zero_()
 
 
-def _gradient_error(name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float) -> float:
+def _gradient_error(
+    name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float
+) -> float:
     if theirs is None or ours is None:
         left = 0.0 if ours is None else float(_whole(ours).norm())
         right = 0.0 if theirs is None else float(theirs.norm())

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reused pool of gloo processes on this machine: start-up dominates, so tests of one world size share it.
+"""A reused pool of gloo processes on this machine: start-up dominates, so tests of one world size
+share it.
 
-`run(world, function, *args)` calls `function(rank, *args)` on every rank and gives the results in rank order. A job that
-raises on a rank, or hangs, ends the pool (its peers may wait in a collective); the next job starts a fresh one.
+`run(world, function, *args)` calls `function(rank, *args)` on every rank and gives the results in
+rank order. A job that raises on a rank, or hangs, ends the pool (its peers may wait in a
+collective); the next job starts a fresh one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     while True:
         try:
@@ -65,7 +69,9 @@ class Pool:
         self.processes = []
         for rank in range(world):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process = _context.Process(
+                target=_serve, args=(rank, world, store, theirs), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -78,7 +84,10 @@ class Pool:
         while len(results) < self.world:
             ready = wait([p for r, p in enumerate(self.pipes) if r not in results], JOB_TIMEOUT_S)
             if not ready:
-                raise TimeoutError(f"ranks {[r for r in range(self.world) if r not in results]} did not finish in {JOB_TIMEOUT_S} s")
+                raise TimeoutError(
+                    f"ranks {[r for r in range(self.world) if r not in results]} "
+                    f"did not finish in {JOB_TIMEOUT_S} s"
+                )
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 good, value = pipe.recv()  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 """Seconds of one kernel on one device: a roofline whose two roofs are lower for small kernels.
 
 In comes what a kernel does at LOCAL shapes (family, FLOPs, bytes, dtype), as `kernels.py` counts;
-out goes a `Cost`. Communication is `collectives.py`, bytes held are `memory.py`.
+out goes a `Cost`. Communication is `collectives.py`, what autograd keeps is `saved.py`.
 """
 
 from __future__ import annotations

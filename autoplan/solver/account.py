@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoplan.cluster import Cluster
+from autoplan.costs.storage import PinnedPlacementError
 from autoplan.errors import InfeasibleError
 from autoplan.plan import Alternative
 from autoplan.solver.candidate import Candidate, Priced
@@ -138,8 +139,19 @@ def alternatives(search: Search, top: int) -> tuple[Alternative, ...]:
         key = _degrees(candidate)
         if key not in seen:
             seen.add(key)
-            rest.append(_alternative(candidate, None, reason))
-    return tuple(found + rest[: 2 * top])
+            rest.append(_alternative(candidate, None, _why_not(search, candidate, reason)))
+        if len(rest) == 2 * top:
+            break
+    return tuple(found + rest)
+
+
+def _why_not(search: Search, candidate: Candidate, reason: str) -> str:
+    """The stronger reason: a layout that is too slow even by its bound may not fit either."""
+    try:
+        refused = search.solver(candidate).hopeless()
+    except PinnedPlacementError:
+        return reason
+    return str(refused) if refused is not None else reason
 
 
 def _degrees(candidate: Candidate) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoplan.graph import Graph
-from autoplan.placements import Layout, Partial, R, ShardingSpec
+from autoplan.placements import Layout, Partial, R, Replicate, Shard, ShardingSpec
 from autoplan.plan import (
     SCHEMA_VERSION,
     Alternative,
@@ -58,6 +58,7 @@ class Decision:
         layers: Labels of each stage's layers.
         recompute: Labels of each stage's recomputed layers.
         ranks: Each stage's ranks, in mesh order.
+        share_boundaries: Tensor parallel ranks each send a part of what they all hold.
     """
 
     dp: int
@@ -71,6 +72,7 @@ class Decision:
     layers: tuple[tuple[str, ...], ...]
     recompute: tuple[tuple[str, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
+    share_boundaries: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,11 +229,26 @@ def fingerprint(setting: Setting) -> Fingerprint:
     )
 
 
-def boundary_layout(made: Layout) -> Layout:
-    """The layout in which a value crosses to the next stage: as made, with sums taken on both
-    ways.
+def boundary_layout(
+    made: Layout, shape: tuple[int, ...], axis_sizes: tuple[int, ...], *, share: bool
+) -> Layout:
+    """The layout in which a value crosses to the next stage: as made, with sums taken on both ways.
+
+    Args:
+        made: As its producer makes it.
+        shape: Of one microbatch, whole.
+        axis_sizes: (dp, tp).
+        share: Tensor parallel ranks that hold the same value send a part each, along its last dim
+            that divides, and the next stage gathers it.
     """
     value = ShardingSpec(tuple(R if isinstance(p, Partial) else p for p in made.value))
+    if share and axis_sizes[1] > 1 and isinstance(value[1], Replicate):
+        for dim in reversed(range(len(shape))):
+            parted = value.replace(1, Shard(dim))
+            local = value.local_shape(shape, axis_sizes)
+            if local[dim] % axis_sizes[1] == 0:
+                value = parted
+                break
     return Layout(value, without_gradient(value))
 
 
@@ -255,8 +272,9 @@ def _stages(
     for index, cut in enumerate(stages):
         receives = []
         for name in cut.receives:
-            layout = boundary_layout(made[name])
             meta = graph.values[name].meta
+            sizes = (decision.dp, decision.tp)
+            layout = boundary_layout(made[name], meta.shape, sizes, share=decision.share_boundaries)
             local = 1
             for size in layout.value.local_shape(meta.shape, (decision.dp, decision.tp)):
                 local *= size

@@ -14,6 +14,7 @@ from autoplan.solver.assemble import Decision, Figures
 from autoplan.solver.candidate import Priced
 from autoplan.solver.evaluate import CandidateSolver
 from autoplan.solver.figures import make_figures
+from autoplan.solver.pricing import shares_boundaries
 from autoplan.solver.search import Search
 from autoplan.solver.space import Space
 
@@ -69,4 +70,5 @@ def expand(space: Space, cluster: Cluster, priced: Priced, solver: CandidateSolv
             for stage in stages
         ),
         ranks=tuple(tuple(cluster.ranks[s * count : (s + 1) * count]) for s in range(candidate.pp)),
+        share_boundaries=shares_boundaries(cluster, solver.work),
     )

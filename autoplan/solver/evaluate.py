@@ -78,7 +78,7 @@ class CandidateSolver:
             InfeasibleError: Nothing fits, or nothing that fits is faster than `beat_s`; the message
                 says which.
         """
-        error = self._hopeless()
+        error = self.hopeless()
         if error is not None:
             raise error
         problem, names = self._problem()
@@ -109,7 +109,7 @@ class CandidateSolver:
         assert error is not None, "without an error there was a price"
         raise error
 
-    def _hopeless(self) -> InfeasibleError | None:
+    def hopeless(self) -> InfeasibleError | None:
         """A refusal without solving: every op and parameter at its own least bytes is already too
         much.
 

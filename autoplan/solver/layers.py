@@ -109,12 +109,12 @@ def _labels(chain: list[Op]) -> dict[str, str | None]:
             shape.setdefault(prefix, []).append(op.target)
     siblings: dict[tuple[str, tuple[str, ...]], int] = {}
     for prefix, targets in shape.items():
-        key = (prefix.rsplit(".", 1)[0], tuple(targets))
+        key = (prefix.rpartition(".")[0], tuple(targets))
         siblings[key] = siblings.get(key, 0) + 1
     labels: dict[str, str | None] = {}
     for op in chain:
         prefixes = _prefixes(op.module_path)
-        repeated = [p for p in prefixes if siblings[(p.rsplit(".", 1)[0], tuple(shape[p]))] > 1]
+        repeated = [p for p in prefixes if siblings[(p.rpartition(".")[0], tuple(shape[p]))] > 1]
         labels[op.name] = next(iter(repeated or prefixes), None)
     return labels
 
@@ -167,11 +167,11 @@ def _absorbed(
     tails: dict[str, list[list[Op]]] = {}
     for (label, _), (following, ops) in zip(merged, [*merged[1:], (None, [])]):
         if label is not None:
-            tails.setdefault(label.rsplit(".", 1)[0], []).append(ops if following is None else [])
+            tails.setdefault(label.rpartition(".")[0], []).append(ops if following is None else [])
     lengths = {container: _common_length(graph, found) for container, found in tails.items()}
     for (label, own), (following, ops) in pairwise(merged):
         if label is not None and following is None:
-            length = lengths[label.rsplit(".", 1)[0]]
+            length = lengths[label.rpartition(".")[0]]
             own.extend(ops[:length])
             del ops[:length]
     return [(label, ops) for label, ops in merged if ops]

@@ -9,6 +9,7 @@ nothing is chosen here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from autoplan.cluster import Cluster, group_of
 from autoplan.costs.collectives import collective_time
@@ -74,7 +75,7 @@ class Pricing:
             working += table.saved_bytes[choice]
             if name in recomputed:
                 kept += float(self.work.handed_on_bytes(name)[choice])
-            for value, slot, _ in sorted(self._inputs_of.get(name, ()), key=lambda u: -u[2]):
+            for slot, value in self._usual_inputs(name).items():
                 if value in self.tables.parameters:
                     parameters[value] = None
                 working += self._add_conversion(price, value, name, slot, done)
@@ -84,6 +85,15 @@ class Pricing:
         for name in parameters:
             self._add_parameter(price, name)
         return price
+
+    def _usual_inputs(self, op: str) -> dict[int, str]:
+        """Slot -> the value that most of the ops this one stands for take there: the first block of
+        a class takes what comes before the blocks, all others their predecessor's.
+        """
+        usual: dict[int, str] = {}
+        for value, slot, _ in sorted(self._inputs_of.get(op, ()), key=lambda u: (-u[2], u[0])):
+            usual.setdefault(slot, value)
+        return usual
 
     def _runs(self, op: str) -> float:
         return self.work.forward_runs(op)
@@ -170,17 +180,23 @@ class Pricing:
         pairs = {(order[s * count], order[(s + 1) * count]) for s in range(candidate.pp - 1)}
         at_once = min(count, self.cluster.devices_per_host)
         groups = {group_of(self.cluster, pair, at_once) for pair in pairs}
-        profiles = self.tables.mesh.profiles
-        return [
-            max(collective_time(profiles, "send", size, group).time_s for group in groups)
-            if size
-            else 0.0
-            for size in self._boundary_bytes()
-        ]
+        mesh = self.tables.mesh
+        result = []
+        for sent, gathered in self._boundary_bytes():
+            seconds = 0.0
+            if sent:
+                seconds = max(
+                    collective_time(mesh.profiles, "send", sent, group).time_s for group in groups
+                )
+            if gathered:
+                gather = collective_time(mesh.profiles, "all_gather", gathered, mesh.groups[1])
+                seconds += gather.time_s
+            result.append(seconds)
+        return result
 
-    def _boundary_bytes(self) -> list[float]:
-        """Bytes a device sends over each boundary: every chain value made before it and used behind
-        it.
+    def _boundary_bytes(self) -> list[tuple[float, float]]:
+        """Per boundary, bytes that a device sends of every chain value made before it and used
+        behind it, and bytes that tensor parallel ranks gather of it again.
         """
         layers = self.work.layers.layers
         layer_of = {name: i for i, layer in enumerate(layers) for name in layer.ops}
@@ -196,14 +212,32 @@ class Pricing:
                     last[value] = here
             if op.name in chain:
                 made.update({v: here for v in op.outputs if v})
-        total = [0.0] * (len(layers) - 1)
+        total = [(0.0, 0.0)] * (len(layers) - 1)
+        sizes, share = self.tables.mesh.axis_sizes, shares_boundaries(self.cluster, self.work)
         for value, start in made.items():
-            name = self.folded.representative.get(value, value)
-            size = self.graph.values[value].meta.size_bytes
+            layout = self._made(self.folded.representative.get(value, value))
+            meta = self.graph.values[value].meta
+            crossing = boundary_layout(layout, meta.shape, sizes, share=share)
+            sent = meta.size_bytes / crossing.value.num_shards(sizes)
+            gathered = sent * sizes[1] if share and crossing.value[1] != layout.value[1] else 0.0
             for boundary in range(start, last.get(value, start)):
-                layout = boundary_layout(self._made(name))
-                total[boundary] += size / layout.value.num_shards(self.tables.mesh.axis_sizes)
+                before = total[boundary]
+                total[boundary] = (before[0] + sent, before[1] + gathered)
         return total
+
+
+def shares_boundaries(cluster: Cluster, work: Workload) -> bool:
+    """Stages lie on different hosts while each tensor parallel group lies on one: the link between
+    hosts is what a boundary waits for, so it carries every byte once.
+    """
+    candidate = work.candidate
+    count, order = candidate.dp * candidate.tp, cluster.ranks
+    stages = [
+        {cluster.host_of(r) for r in order[s * count : (s + 1) * count]}
+        for s in range(candidate.pp)
+    ]
+    crosses = any(a != b for a, b in pairwise(stages))
+    return candidate.tp > 1 and crosses and work.tables.mesh.groups[1].num_hosts == 1
 
 
 def _plus(price: LayerPrice, common: LayerPrice, *, first: bool, in_flight: int) -> LayerPrice:

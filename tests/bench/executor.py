@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.bench.executor`: step time of a planned module over torch's `parallelize_module`, in one run.
+"""`python -m tests.bench.executor`: step time of a planned module over torch's
+`parallelize_module`, in one run.
 
-A 12-block MLP, hidden 64, split column/row over 2 and 4 gloo ranks by both; forward and backward. The two are timed in turns
-on the same ranks, so that whatever else the machine does falls on both. Prints medians and their ratio.
+A 12-block MLP, hidden 64, split column/row over 2 and 4 gloo ranks by both; forward and backward.
+The two are timed in turns on the same ranks, so that whatever else the machine does falls on both.
+Prints medians and their ratio.
 """
 
 from __future__ import annotations
@@ -87,14 +89,22 @@ def time_both(rank: int, text: str, world: int) -> tuple[float, float]:
 
 def main() -> None:
     """Prints the table."""
-    print(f"{BLOCKS}-block MLP, hidden {HIDDEN}, batch {BATCH}, column/row, forward + backward, torch {torch.__version__}, {os.cpu_count()} cores")
+    print(
+        f"{BLOCKS}-block MLP, hidden {HIDDEN}, batch {BATCH}, column/row, forward + backward, "
+        f"torch {torch.__version__}, {os.cpu_count()} cores"
+    )
     for world in (2, 4):
         cluster = autoplan.Cluster.load(f"local-cpu-{world}")
         placements = {"blocks.*.up.weight": "RS(0)", "blocks.*.down.weight": "RS(1)"}
-        pins = autoplan.Pins(tp=world, dp=1, pp=1, num_microbatches=1, recompute=False, zero=0, placements=placements)
+        pins = autoplan.Pins(
+            tp=world, dp=1, pp=1, num_microbatches=1, recompute=False, zero=0, placements=placements
+        )
         plan = autoplan.optimize(_model(), cluster, (torch.randn(BATCH, HIDDEN),), pins=pins)
         theirs, ours = run(world, time_both, plan.to_json(), world)[0]  # type: ignore[misc]
-        print(f"{world} ranks: parallelize_module {theirs * 1e3:.1f} ms, autoplan {ours * 1e3:.1f} ms, ratio {ours / theirs:.3f}")
+        print(
+            f"{world} ranks: parallelize_module {theirs * 1e3:.1f} ms, "
+            f"autoplan {ours * 1e3:.1f} ms, ratio {ours / theirs:.3f}"
+        )
 
 
 if __name__ == "__main__":

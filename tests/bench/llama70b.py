@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.bench.llama70b`: plan Llama-3-70B for 64 H100 from a meta model; seconds, the plan, and the baselines' price.
+"""`python -m tests.bench.llama70b`: plan Llama-3-70B for 64 H100 from a meta model; seconds, the
+plan, and the baselines' price.
 
-    python -m tests.bench.llama70b [--cluster dgx-h100-8x8] [--layers 80] [--no-baselines] [-o plan.json]
+python -m tests.bench.llama70b [--cluster dgx-h100-8x8] [--layers 80] [--no-baselines] [-o
+plan.json]
 """
 
 from __future__ import annotations
@@ -55,19 +57,34 @@ def main() -> None:
     cluster = autoplan.Cluster.load(options.cluster)
     start = time.perf_counter()
     marks: dict[str, float] = {}
-    plan = autoplan.optimize(model, cluster, inputs, precision="bf16-mixed", progress=lambda what, share: marks.setdefault(what, time.perf_counter()))
+    plan = autoplan.optimize(
+        model,
+        cluster,
+        inputs,
+        precision="bf16-mixed",
+        progress=lambda what, share: marks.setdefault(what, time.perf_counter()),
+    )
     end = time.perf_counter()
     print(plan.summary())
-    print(f"seconds: capture {marks['layouts'] - start:.1f}, search {end - marks['layouts']:.1f}, together {end - start:.1f} ({os.cpu_count()} cores)")
+    print(
+        f"seconds: capture {marks['layouts'] - start:.1f}, search {end - marks['layouts']:.1f}, "
+        f"together {end - start:.1f} ({os.cpu_count()} cores)"
+    )
     if options.output:
         plan.save(options.output)
     if options.no_baselines:
         return
     space = Space.of(capture(model, inputs, precision="bf16-mixed").graph)
-    search = Search(space, cluster, Pinned(), True, "adamw", cluster.device.memory_bytes * 0.92, 60.0)
+    search = Search(
+        space, cluster, Pinned(), True, "adamw", cluster.device.memory_bytes * 0.92, 60.0
+    )
     for name, priced in price_baselines(search).items():
         ours = plan.estimate.step_time_s
-        text = f"{priced.step_s:.2f} s a step ({priced.candidate}), {priced.step_s / ours:.2f} x ours" if priced else "does not fit"
+        text = (
+            f"{priced.step_s:.2f} s a step ({priced.candidate}), {priced.step_s / ours:.2f} x ours"
+            if priced
+            else "does not fit"
+        )
         print(f"{name}: {text}")
 
 

@@ -390,7 +390,9 @@ class Library(nn.Module):
 class Branching(Library):
     """`Library` with a branch on data."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Out:  # type: ignore[override]  # fewer switches than its parent
+    # fewer switches than its parent
+    # type: ignore[override]
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Out:
         h = self.emb(input_ids)
         if h.sum() > 0:
             h = self.b1(h)

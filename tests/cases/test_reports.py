@@ -145,7 +145,8 @@ def mixed(rank: int, text: str) -> tuple[float, dict[str, Tensor]]:
     parallel = autoplan.parallelize(model, Plan.from_json(text), loss_fn=mean_square)
     loss = parallel.forward_backward(input=x)
     held = {n: p for n, p in parallel.named_parameters() if p.grad is not None}
-    return float(loss.detach()), {n: whole(p.grad) for n, p in held.items()}  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return float(loss.detach()), {n: whole(p.grad) for n, p in held.items()}
 
 
 @pytest.mark.distributed

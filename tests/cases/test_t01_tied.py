@@ -98,7 +98,8 @@ def test_contradicting_pins_of_one_tensor_are_refused() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("make", [pipelined, split], ids=["pp", "tp"])
-def test_three_adamw_steps_equal_one_device(make) -> None:  # type: ignore[no-untyped-def]  # a cached function
+# a cached function
+def test_three_adamw_steps_equal_one_device(make) -> None:  # type: ignore[no-untyped-def]
     outcomes = run(2, train, make().to_json(), "tied", 3)
     assert max(o.worst for o in outcomes) < TOLERANCE
     assert all("emb.weight" in o.gradients for o in outcomes)
@@ -113,7 +114,8 @@ def test_one_process_equals_one_device() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("make", [pipelined, split], ids=["pp", "tp"])
-def test_gathered_state_loads_into_the_original_class(make) -> None:  # type: ignore[no-untyped-def]  # a cached function
+# a cached function
+def test_gathered_state_loads_into_the_original_class(make) -> None:  # type: ignore[no-untyped-def]
     for state in run(2, whole_state, make().to_json()):
         fresh = Tied().to(torch.float64)
         assert set(state) == set(fresh.state_dict())

@@ -34,7 +34,8 @@ def shapes(rank: int, text: str) -> tuple[tuple[int, ...], tuple[int, ...], tupl
     output = parallel(**inputs)
     assert isinstance(output, Tensor)
     state = parallel.state_dict()
-    return tuple(output.shape), tuple(state["emb.weight"].shape), tuple(state["head.weight"].shape)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    return tuple(output.shape), tuple(state["emb.weight"].shape), tuple(state["head.weight"].shape)
 
 
 def save(rank: int, text: str, folder: str) -> dict[str, str]:
@@ -97,7 +98,9 @@ def test_confident_logits_show_no_padding(degree: int) -> None:
 
 
 @pytest.mark.distributed
-def test_checkpoint_of_four_ranks_loads_on_two_and_on_one(tmp_path) -> None:  # type: ignore[no-untyped-def]  # pytest's own
+# pytest's own
+# type: ignore[no-untyped-def]
+def test_checkpoint_of_four_ranks_loads_on_two_and_on_one(tmp_path) -> None:
     folder = str(tmp_path / "checkpoint")
     saved = run(4, save, planned(4, True).to_json(), folder)[0]
     assert run(2, load, planned(2, True).to_json(), folder) == [saved, saved]

@@ -57,7 +57,8 @@ def results(rank: int, text: str, inputs: dict[str, object]) -> tuple[object, ob
         loss.backward()
         named = dict(model.named_parameters())
         held = {n: p for n, p in parallel.named_parameters() if n in named}
-        gradient = max(error(whole(p.grad), named[n].grad) for n, p in held.items())  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        gradient = max(error(whole(p.grad), named[n].grad) for n, p in held.items())
     with torch.no_grad():
         return _detached(ours), _detached(theirs), gradient
 

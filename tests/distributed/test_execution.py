@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans on real gloo processes against one device: searched layouts, random ones, mixed precision, ZeRO-3's memory, resharding.
+"""Plans on real gloo processes against one device: searched layouts, random ones, mixed precision,
+ZeRO-3's memory, resharding.
 
-The whole tables are commands (`python -m tests.parity_table`, `python -m tests.fuzz`); here runs a sample of both.
+The whole tables are commands (`python -m tests.parity_table`, `python -m tests.fuzz`); here runs a
+sample of both.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ TOLERANCE = 1e-9
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("gpt2", "tp2"), ("llama", "dp2tp2"), ("t5", "tp2pp2"), ("bert", "zero3"), ("vit", "dp2pp2"), ("resnet", "dp2"), ("mlp", "auto4")],
+    [
+        ("gpt2", "tp2"),
+        ("llama", "dp2tp2"),
+        ("t5", "tp2pp2"),
+        ("bert", "zero3"),
+        ("vit", "dp2pp2"),
+        ("resnet", "dp2"),
+        ("mlp", "auto4"),
+    ],
 )
 def test_searched_plans_equal_one_device(name: str, layout: str) -> None:
     assert layout in LAYOUTS
@@ -53,10 +63,21 @@ def test_searched_plans_equal_one_device(name: str, layout: str) -> None:
         ("mlp", 2, 2, 1, 4, "1f1b", True),
     ],
 )
-def test_random_plans_equal_one_device(name: str, dp: int, tp: int, pp: int, microbatches: int, schedule: str, recompute: bool) -> None:
+def test_random_plans_equal_one_device(
+    name: str, dp: int, tp: int, pp: int, microbatches: int, schedule: str, recompute: bool
+) -> None:
     captured = capture_named(name)[2]
     for seed in (1, 2):
-        plan = random_plan(captured, seed, dp=dp, tp=tp, pp=pp, num_microbatches=microbatches, schedule=schedule, recompute=recompute)
+        plan = random_plan(
+            captured,
+            seed,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            num_microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+        )
         errors = run(dp * tp * pp, compare, plan.to_json(), name, 1)
         assert max(e.worst for e in errors) <= TOLERANCE, seed  # type: ignore[attr-defined]
 
@@ -67,7 +88,14 @@ def _plan(name: str, precision: str | None = None, **pins: int) -> autoplan.Plan
         model = model.float()
     count = pins["dp"] * pins["tp"] * pins["pp"]
     loss_fn = LOSSES.get(name) if precision is None else None
-    return autoplan.optimize(model, slow_cluster(count), inputs, loss_fn=loss_fn, precision=precision, pins=autoplan.Pins(**pins))  # type: ignore[arg-type]
+    return autoplan.optimize(
+        model,
+        slow_cluster(count),
+        inputs,
+        loss_fn=loss_fn,
+        precision=precision,
+        pins=autoplan.Pins(**pins),
+    )  # type: ignore[arg-type]
 
 
 def mixed_losses(rank: int, text: str) -> tuple[list[float], set[str], set[str]]:
@@ -81,22 +109,37 @@ def mixed_losses(rank: int, text: str) -> tuple[list[float], set[str], set[str]]
         losses.append(float(parallel.forward_backward(**inputs)))
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
-    return losses, {str(p.dtype) for p in parallel.parameters()}, {str(p.grad.dtype) for p in parallel.parameters() if p.grad is not None}
+    return (
+        losses,
+        {str(p.dtype) for p in parallel.parameters()},
+        {str(p.grad.dtype) for p in parallel.parameters() if p.grad is not None},
+    )
 
 
-@pytest.mark.parametrize("pins", [{"dp": 2, "tp": 1, "pp": 1, "zero": 3}, {"dp": 2, "tp": 1, "pp": 1, "zero": 2, "num_microbatches": 2}, {"dp": 1, "tp": 1, "pp": 2, "num_microbatches": 4}])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"dp": 2, "tp": 1, "pp": 1, "zero": 3},
+        {"dp": 2, "tp": 1, "pp": 1, "zero": 2, "num_microbatches": 2},
+        {"dp": 1, "tp": 1, "pp": 2, "num_microbatches": 4},
+    ],
+)
 def test_mixed_precision_trains_as_on_one_device(pins: dict[str, int]) -> None:
     """bfloat16 products, float32 parameters and gradients: losses agree to bfloat16's rounding."""
     expected = mixed_losses(0, _plan("llama", "bf16-mixed", dp=1, tp=1, pp=1).to_json())[0]
-    losses, parameters, gradients = run(2, mixed_losses, _plan("llama", "bf16-mixed", **pins).to_json())[0]  # type: ignore[misc]
+    losses, parameters, gradients = run(
+        2, mixed_losses, _plan("llama", "bf16-mixed", **pins).to_json()
+    )[0]  # type: ignore[misc]
     assert parameters == gradients == {"torch.float32"}
     assert losses == pytest.approx(expected, rel=2e-3)
     assert losses[-1] < losses[0] - 0.3
 
 
 def saved_whole_parameters(rank: int, text: str) -> int:
-    """Bytes that autograd keeps of tensors as large as a whole parameter, outside of the stage's own hooks."""
-    model, inputs, captured = capture_named("mlp")
+    """Bytes that autograd keeps of tensors as large as a whole parameter, outside of the stage's
+    own hooks.
+    """
+    model, inputs, _ = capture_named("mlp")
     whole = {p.numel() for p in model.parameters() if p.dim() == 2 and p.numel() > 100}
     parallel = autoplan.parallelize(model, autoplan.Plan.from_json(text))
     program = parallel._program
@@ -136,7 +179,9 @@ def load_elsewhere(rank: int, text: str, folder: str) -> float:
     """Loads that checkpoint into another layout from a meta model; the loss."""
     model, inputs, _ = capture_named("llama")
     buffers = dict(model.named_buffers())
-    parallel = autoplan.parallelize(model.to("meta"), autoplan.Plan.from_json(text), loss_fn=LOSSES["llama"], buffers=buffers)
+    parallel = autoplan.parallelize(
+        model.to("meta"), autoplan.Plan.from_json(text), loss_fn=LOSSES["llama"], buffers=buffers
+    )
     state = parallel.state_dict()
     dcp.load(state, checkpoint_id=folder)
     parallel.load_state_dict(state)
@@ -152,7 +197,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path: Path) -> None:
 
 def clipped_norm(rank: int, text: str, name: str) -> tuple[float, float, bool]:
     """The global norm by the plan, by one device, and whether all gradients are DTensors."""
-    model, inputs, captured = capture_named(name)
+    model, inputs, _ = capture_named(name)
     parallel = autoplan.parallelize(model, autoplan.Plan.from_json(text), loss_fn=LOSSES.get(name))
     parallel.forward_backward(**inputs)
     ours = float(parallel.clip_grad_norm_(0.5))
@@ -162,13 +207,25 @@ def clipped_norm(rank: int, text: str, name: str) -> tuple[float, float, bool]:
 
     reference_loss(name, model, inputs).backward()  # type: ignore[no-untyped-call]
     theirs = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-    return ours, theirs, all(isinstance(p.grad, DTensor) for p in parallel.parameters() if p.grad is not None)
+    return (
+        ours,
+        theirs,
+        all(isinstance(p.grad, DTensor) for p in parallel.parameters() if p.grad is not None),
+    )
 
 
-@pytest.mark.parametrize("pins", [{"dp": 2, "tp": 1, "pp": 1, "zero": 1}, {"dp": 1, "tp": 2, "pp": 1}, {"dp": 1, "tp": 1, "pp": 2}])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"dp": 2, "tp": 1, "pp": 1, "zero": 1},
+        {"dp": 1, "tp": 2, "pp": 1},
+        {"dp": 1, "tp": 1, "pp": 2},
+    ],
+)
 def test_clipping_uses_the_norm_of_the_whole_model(pins: dict[str, int]) -> None:
     """GPT-2's tied table counts once, replicas count once."""
-    for ours, theirs, distributed in run(2, clipped_norm, _plan("gpt2", **pins).to_json(), "gpt2"):  # type: ignore[misc]
+    # type: ignore[misc]
+    for ours, theirs, distributed in run(2, clipped_norm, _plan("gpt2", **pins).to_json(), "gpt2"):
         assert ours == pytest.approx(theirs, rel=1e-9)
         assert distributed
 
