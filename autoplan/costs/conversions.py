@@ -33,15 +33,15 @@ class Conversions:
         self.folded, self.mesh, self.training = folded, mesh, training
         self.graph = folded.graph
         self.from_parameters = from_parameters(folded)
-        self._kept = self._consumers_keep(ops) if training else set()
-        """Values that some consumer's backward needs."""
+        self._keepers = self._consumers_keep(ops) if training else {}
+        """Values that some consumer's backward needs -> these consumers."""
         self._charged = self._charged_once(ops)
         """Of these, per storage the one that is charged for it."""
 
     def table(self, name: str, made: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> ValueTable:
         """Seconds both ways, and bytes kept, from each layout made to each wanted."""
         value = self.graph.values[name]
-        size, kept = float(value.meta.size_bytes), name in self._kept
+        size, kept = float(value.meta.size_bytes), name in self._keepers
         carries = value.requires_grad and self.training
         # what comes from parameters alone is gathered again in backward instead of kept
         again = name in self.from_parameters
@@ -62,16 +62,19 @@ class Conversions:
             forward.append(row_f)
             backward.append(row_b)
             saved.append(row_s)
-        return ValueTable(name, made, wanted, forward, backward, saved)
+        keepers = self._keepers.get(name, frozenset())
+        return ValueTable(name, made, wanted, forward, backward, saved, keepers)
 
-    def _consumers_keep(self, ops: Mapping[str, OpTable]) -> set[str]:
+    def _consumers_keep(self, ops: Mapping[str, OpTable]) -> dict[str, frozenset[str]]:
         slots: dict[str, tuple[int, ...]] = {}
         for name, table in ops.items():
             if self._carries(table.op):
                 slots[name] = self._saved(table.op).inputs
-        return {
-            value for value, consumer, slot in self.folded.edges if slot in slots.get(consumer, ())
-        }
+        keepers: dict[str, set[str]] = {}
+        for value, consumer, slot in self.folded.edges:
+            if slot in slots.get(consumer, ()):
+                keepers.setdefault(value, set()).add(consumer)
+        return {value: frozenset(consumers) for value, consumers in keepers.items()}
 
     def _charged_once(self, ops: Mapping[str, OpTable]) -> set[str]:
         """A tensor and its views share one storage; an op that saves its own output has paid."""
@@ -89,7 +92,7 @@ class Conversions:
                 if i in saved.outputs and self._carries(op):
                     taken.add(roots[name])
         charged: set[str] = set()
-        for name in sorted(self._kept, key=lambda n: self.graph.producers.get(n, -1)):
+        for name in sorted(self._keepers, key=lambda n: self.graph.producers.get(n, -1)):
             root = roots.get(name, name)
             if root not in taken:
                 taken.add(root)

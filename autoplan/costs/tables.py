@@ -125,7 +125,7 @@ class ParameterTable:
 @dataclass
 class ValueTable:
     """One value's conversions: from each layout its producer may give to each a consumer may
-    want.
+    want; `saved_bytes` are kept where one of the `keepers` takes it.
     """
 
     name: str
@@ -134,6 +134,7 @@ class ValueTable:
     forward_s: list[list[float]]
     backward_s: list[list[float]]
     saved_bytes: list[list[float]]
+    keepers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

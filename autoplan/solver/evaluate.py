@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.cluster import Cluster
-from autoplan.costs.tables import CostTables
+from autoplan.costs.tables import CostTables, ValueTable
 from autoplan.errors import InfeasibleError
 from autoplan.placements import Layout
 from autoplan.solver.candidate import Candidate, NotFasterError, Priced, Workload
@@ -228,19 +228,37 @@ class CandidateSolver:
                 ahead, back = np.array(table.forward_s), np.array(table.backward_s)
                 conversion_cost.append((runs * ahead + back) * count * self.passes)
                 weight = 1.0 if inside else count * self.in_flight
-                conversion_bytes.append(np.array(table.saved_bytes) * weight)
-                where = {layout: q for q, layout in enumerate(table.wanted)}
-                for consumer, slot, _ in mine:
-                    consumed = np.array(
-                        [where[s.inputs[slot]] for s in self.tables.ops[consumer].strategies],
-                        dtype=np.int64,
-                    )
-                    edges.append(
-                        Edge(
-                            producer, place[consumer], produced, consumed, len(conversion_cost) - 1
-                        )
-                    )
+                saved = np.array(table.saved_bytes) * weight
+                keeping = [u for u in mine if u[0] in table.keepers]
+                apart = 0 < len(keeping) < len(mine) and bool(saved.any())
+                conversion_bytes.append(np.zeros_like(saved) if apart or not keeping else saved)
+                edges += self._uses(
+                    mine, table, producer, produced, place, len(conversion_cost) - 1
+                )
+                if apart:  # the bytes are held only where one of these takes the value
+                    conversion_cost.append(np.zeros_like(saved))
+                    conversion_bytes.append(saved)
+                    group = len(conversion_cost) - 1
+                    edges += self._uses(keeping, table, producer, produced, place, group)
         return edges, conversion_cost, conversion_bytes
+
+    def _uses(
+        self,
+        uses: list[tuple[str, int, int]],
+        table: ValueTable,
+        producer: int,
+        produced: np.ndarray,
+        place: Mapping[str, int],
+        group: int,
+    ) -> list[Edge]:
+        """One edge per use of a value, in one group."""
+        where = {layout: q for q, layout in enumerate(table.wanted)}
+        found = []
+        for consumer, slot, _ in uses:
+            strategies = self.tables.ops[consumer].strategies
+            consumed = np.array([where[s.inputs[slot]] for s in strategies], dtype=np.int64)
+            found.append(Edge(producer, place[consumer], produced, consumed, group))
+        return found
 
     def _producer(
         self, value: str, made: tuple[Layout, ...], place: Mapping[str, int], leaf: int

@@ -132,7 +132,7 @@ def _parted(
             runs[-1][1].append(op)
         else:
             runs.append((label, [op]))
-    runs = _tightened(graph, _absorbed(graph, runs))
+    runs = _ends_joined(graph, _tightened(graph, _absorbed(graph, runs)))
     seen: dict[str, int] = {}
     result = []
     for label, ops in runs:
@@ -205,6 +205,19 @@ def _tightened(
             behind[:0] = ops[-moved:]
             del ops[-moved:]
             position -= moved
+    return runs
+
+
+def _ends_joined(
+    graph: Graph, runs: list[tuple[str | None, list[Op]]]
+) -> list[tuple[str | None, list[Op]]]:
+    """What precedes the first parameter or follows the last one (a loss) is no layer of its own."""
+    if len(runs) > 1 and not any(_owns_parameters(graph, op) for op in runs[-1][1]):
+        label, ops = runs[-2]
+        runs[-2:] = [(label, [*ops, *runs[-1][1]])]
+    if len(runs) > 1 and not any(_owns_parameters(graph, op) for op in runs[0][1]):
+        label, ops = runs[1]
+        runs[:2] = [(label, [*runs[0][1], *ops])]
     return runs
 
 

@@ -112,13 +112,15 @@ class Pricing:
         table, user = self.tables.values[value], self.tables.ops[consumer]
         q = table.wanted.index(user.strategies[self.chosen[consumer]].inputs[slot])
         p = table.made.index(self._made(value))
-        if (value, p, q) in done:
+        if (value, p, q) not in done:
+            done.add((value, p, q))
+            ahead, back, runs = table.forward_s[p][q], table.backward_s[p][q], self._runs(consumer)
+            price.forward_s += ahead
+            price.backward_s += back + (runs - 1.0) * ahead
+            price.communication_s += runs * ahead + back
+        if consumer not in table.keepers or (f"kept:{value}", p, q) in done:
             return 0.0
-        done.add((value, p, q))
-        ahead, back, runs = table.forward_s[p][q], table.backward_s[p][q], self._runs(consumer)
-        price.forward_s += ahead
-        price.backward_s += back + (runs - 1.0) * ahead
-        price.communication_s += runs * ahead + back
+        done.add((f"kept:{value}", p, q))
         return table.saved_bytes[p][q]
 
     def _made(self, value: str) -> Layout:
