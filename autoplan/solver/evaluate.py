@@ -81,6 +81,9 @@ class CandidateSolver:
         error = self.hopeless()
         if error is not None:
             raise error
+        bound_s = self.least_s()
+        if bound_s >= beat_s:
+            raise NotFasterError(bound_s)
         problem, names = self._problem()
         smaller, original = contract(problem)
         limits: tuple[float | None, ...] = (
@@ -108,6 +111,19 @@ class CandidateSolver:
                 error = refused
         assert error is not None, "without an error there was a price"
         raise error
+
+    def least_s(self) -> float:
+        """A bound without solving: every op and parameter at its own fastest, nothing converted,
+        stages perfectly even.
+        """
+        count, pp = self.folded.count, self.candidate.pp
+        total = 0.0
+        for name, table in self.tables.ops.items():
+            runs = self.work.forward_runs(name)
+            rows = zip(table.forward_s, table.backward_s, table.communication_s)
+            total += min(runs * (f + c) + b for f, b, c in rows) * count[name] / pp
+        once = sum(min(t.step_s) * count[n] / pp for n, t in self.tables.parameters.items())
+        return total * self.passes + once
 
     def hopeless(self) -> InfeasibleError | None:
         """A refusal without solving: every op and parameter at its own least bytes is already too

@@ -372,6 +372,37 @@ def _scale(draft: Draft, costs: Floats) -> float:
     return max(typical, float(costs.max(initial=0.0)) * 1e-5) or 1.0
 
 
+def _solve_with_retries(
+    model: mathopt.Model, parameters: mathopt.SolveParameters
+) -> mathopt.SolveResult:
+    """HiGHS's result; where it gives up on numbers, asked again by another way through them.
+
+    HiGHS 1.12 ends some of these programs in the status Unknown. OR-Tools 9.15 raises on that, and
+    its own conversion of the error then fails with AttributeError.
+
+    Raises:
+        AutoplanError: Every way failed.
+    """
+    ways: tuple[dict[str, object], ...] = (
+        {},
+        {"random_seed": 7, "scaling": mathopt.Emphasis.HIGH},
+        {"random_seed": 3, "lp_algorithm": mathopt.LPAlgorithm.BARRIER},
+        {"random_seed": 5, "presolve": mathopt.Emphasis.LOW},
+    )
+    failure: Exception | None = None
+    for way in ways:
+        for name, value in way.items():
+            setattr(parameters, name, value)
+        try:
+            return mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        except (AttributeError, RuntimeError, ValueError) as error:
+            failure = error
+    raise AutoplanError(
+        f"the solver failed on the integer program in {len(ways)} ways ({failure}). Please report "
+        "it with the model and cluster; pins on tp, pp and dp lead to other programs."
+    ) from failure
+
+
 def _call_solver(
     proto: model_pb2.ModelProto, deadline: float, limited: bool
 ) -> tuple[Floats, float] | None:
@@ -395,8 +426,7 @@ def _call_solver(
     if not limited:
         for name in ("rins", "rens", "root_reduced_cost"):
             parameters.highs.bool_options[f"mip_heuristic_run_{name}"] = False
-    model = mathopt.Model.from_model_proto(proto)
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    result = _solve_with_retries(mathopt.Model.from_model_proto(proto), parameters)
     reason = result.termination.reason
     if reason in (
         mathopt.TerminationReason.INFEASIBLE,

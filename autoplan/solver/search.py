@@ -19,7 +19,7 @@ from autoplan.costs.builder import build_tables
 from autoplan.costs.profile import Profiles
 from autoplan.costs.storage import PinnedPlacementError
 from autoplan.costs.tables import CostTables, Folded, OpTables, Wishes
-from autoplan.errors import InfeasibleError
+from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.graph import Graph
 from autoplan.sharding.batch import cut_batch
 from autoplan.sharding.factors import OpRule
@@ -319,6 +319,9 @@ class Search:
         except InfeasibleError as error:
             self.rejected[candidate] = str(error)
             self.infeasible.append((candidate, error))
+            return math.inf
+        except AutoplanError as error:  # the solver gave up on this one program: others go on
+            self.rejected[candidate], self.exhaustive = str(error), False
             return math.inf
         self.priced[candidate] = priced
         if self.best is None or priced.rank < self.best.rank:

@@ -199,3 +199,25 @@ def test_refusal_names_need_term_and_a_count_that_works() -> None:
     assert caught.value.required_bytes is not None
     assert caught.value.required_bytes > 150_000
     assert caught.value.candidates
+
+
+def test_a_program_that_the_solver_gives_up_on_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One candidate's failure is a reason beside it, not the end of the search (R65)."""
+    from autoplan.errors import AutoplanError
+    from autoplan.solver.evaluate import CandidateSolver
+
+    original, calls = CandidateSolver.solve, []
+
+    def first_fails(self: CandidateSolver, beat_s: float = float("inf")) -> object:
+        calls.append(self.candidate)
+        if len(calls) == 1:
+            raise AutoplanError("the solver failed")
+        return original(self, beat_s)
+
+    monkeypatch.setattr(CandidateSolver, "solve", first_fails)
+    search = search_of("mlp", slow_cluster(2))
+    assert search.best is not None
+    assert search.rejected[calls[0]] == "the solver failed"
+    assert not search.exhaustive
