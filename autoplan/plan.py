@@ -17,18 +17,26 @@ import msgspec
 
 from autoplan.errors import PlanError
 from autoplan.plan_checks import broken_relations
+from autoplan.plan_estimates import (
+    Alternative,
+    Conversion,
+    CutRunnerUp,
+    Document,
+    Estimate,
+    OpEstimate,
+    ParameterRunnerUp,
+    SearchReport,
+    StageEstimate,
+    Traffic,
+)
 from autoplan.plan_format import load_text, read_document, save_text, write_document
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Scalar = None | bool | int | float | str
 
 
-class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every part of the plan: immutable, keyword-only, closed to unknown keys."""
-
-
-class Fingerprint(_Document, frozen=True, kw_only=True):
+class Fingerprint(Document, frozen=True, kw_only=True):
     """Hex digests of what the plan was made from; `cluster` is Cluster.digest."""
 
     graph: str
@@ -38,7 +46,7 @@ class Fingerprint(_Document, frozen=True, kw_only=True):
     settings: str
 
 
-class ModelSummary(_Document, frozen=True, kw_only=True):
+class ModelSummary(Document, frozen=True, kw_only=True):
     """The model, and one step on its global batch: `batch_size` samples, `flop_per_step` FLOP."""
 
     name: str
@@ -49,7 +57,7 @@ class ModelSummary(_Document, frozen=True, kw_only=True):
     batch_size: int
 
 
-class InputTensor(_Document, frozen=True, kw_only=True):
+class InputTensor(Document, frozen=True, kw_only=True):
     """One tensor of the global batch.
 
     `path` is "input_ids", "0" for the first positional one, "a.b.0" for a nested one; `batch_dim`
@@ -62,7 +70,7 @@ class InputTensor(_Document, frozen=True, kw_only=True):
     batch_dim: int | None
 
 
-class Signature(_Document, frozen=True, kw_only=True):
+class Signature(Document, frozen=True, kw_only=True):
     """How the model was called: its tensors, and the arguments that are not tensors."""
 
     positional: bool
@@ -70,7 +78,7 @@ class Signature(_Document, frozen=True, kw_only=True):
     constants: dict[str, Scalar]
 
 
-class Settings(_Document, frozen=True, kw_only=True):
+class Settings(Document, frozen=True, kw_only=True):
     """What the user asked for.
 
     `memory_reserve` is the fraction of a device that no plan may use; `pins` holds the pins given,
@@ -87,7 +95,7 @@ class Settings(_Document, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "pins", _plain(self.pins))
 
 
-class ClusterSummary(_Document, frozen=True, kw_only=True):
+class ClusterSummary(Document, frozen=True, kw_only=True):
     """The cluster, so that a plan is drawn by itself; `description` is Cluster.to_json()."""
 
     name: str
@@ -102,7 +110,7 @@ class ClusterSummary(_Document, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "description", _plain(self.description))
 
 
-class MeshLayout(_Document, frozen=True, kw_only=True):
+class MeshLayout(Document, frozen=True, kw_only=True):
     """Degrees: each of `pp` stages has a mesh of dp x tp devices, dp the outer axis."""
 
     dp: int
@@ -110,14 +118,14 @@ class MeshLayout(_Document, frozen=True, kw_only=True):
     pp: int
 
 
-class ScheduleSpec(_Document, frozen=True, kw_only=True):
+class ScheduleSpec(Document, frozen=True, kw_only=True):
     """The pipeline schedule: one of `plan_checks.SCHEDULES`, and its number of microbatches."""
 
     name: str
     num_microbatches: int
 
 
-class BoundaryTensor(_Document, frozen=True, kw_only=True):
+class BoundaryTensor(Document, frozen=True, kw_only=True):
     """A tensor received from an earlier stage: global `shape`, bytes per microbatch and device."""
 
     name: str
@@ -128,49 +136,13 @@ class BoundaryTensor(_Document, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class MemoryEstimate(_Document, frozen=True, kw_only=True):
-    """Bytes on one device, by what they hold.
-
-    `activations` counts every microbatch in flight, `transient` is the largest that lives only
-    while one op runs, `reserve` is held back and part of no total.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    activations: int
-    transient: int
-    reserve: int
-
-    @property
-    def total(self) -> int:
-        """Bytes the plan needs on one device, the reserve not counted."""
-        states = self.parameters + self.gradients + self.optimizer_state
-        return states + self.activations + self.transient
-
-
-class StageEstimate(_Document, frozen=True, kw_only=True):
-    """Seconds of one stage.
-
-    Per microbatch: `forward_s` and `backward_s` (conversions and recomputation included),
-    `communication_s` (the conversions' part of both), `send_s` (the boundary to the next stage).
-    Once per step: `step_s` (gradient reduction and optimizer).
-    """
-
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    send_s: float
-    step_s: float
-    memory: MemoryEstimate
-
-
-class StagePlan(_Document, frozen=True, kw_only=True):
+class StagePlan(Document, frozen=True, kw_only=True):
     """A run of layers on a block of devices.
 
     `ranks` in row-major mesh order; `layers` labels such as "model.layers.0"; `first_op` to
-    `last_op` inclusive; `recompute` the labels whose activations are made again in backward; `mesh`
-    axis name -> size, outermost first: the Plan fills it in where it is left out.
+    `last_op` inclusive; `recompute` the labels whose activations are made again in backward;
+    `runner_up` the next best cut beside it; `mesh` axis name -> size, outermost first: the Plan
+    fills it in where it is left out.
     """
 
     index: int
@@ -182,13 +154,16 @@ class StagePlan(_Document, frozen=True, kw_only=True):
     recompute: tuple[str, ...]
     receives: tuple[BoundaryTensor, ...]
     estimate: StageEstimate
-    mesh: dict[str, int] = {}
+    traffic: tuple[Traffic, ...] = ()
+    runner_up: CutRunnerUp | None = None
+    mesh: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class ParameterPlan(_Document, frozen=True, kw_only=True):
+class ParameterPlan(Document, frozen=True, kw_only=True):
     """A parameter of global `shape`: `spec` as stored, `used` the layout its users see.
 
-    `zero` is its ZeRO level (0-3), `stages` are those that hold it.
+    `zero` is its ZeRO level (0-3), `stages` are those that hold it; `runner_up` is None where it
+    has no other layout, and for all but the largest of a model with many different parameters.
     """
 
     shape: tuple[int, ...]
@@ -198,9 +173,10 @@ class ParameterPlan(_Document, frozen=True, kw_only=True):
     zero: int
     trainable: bool
     stages: tuple[int, ...]
+    runner_up: ParameterRunnerUp | None = None
 
 
-class BufferPlan(_Document, frozen=True, kw_only=True):
+class BufferPlan(Document, frozen=True, kw_only=True):
     """A buffer of global `shape`, held whole by every rank of `stages`."""
 
     shape: tuple[int, ...]
@@ -209,81 +185,20 @@ class BufferPlan(_Document, frozen=True, kw_only=True):
     stages: tuple[int, ...]
 
 
-class Strategy(_Document, frozen=True, kw_only=True):
+class Strategy(Document, frozen=True, kw_only=True):
     """The layouts of one op's tensor inputs and outputs, in order."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
-class Conversion(_Document, frozen=True, kw_only=True):
-    """A value moved from one layout to another, with the collectives of each pass.
-
-    `size_bytes` and `time_s` (both passes) are of one conversion of one microbatch; `count` says
-    how many equal ones the model has.
-    """
-
-    value: str
-    module_path: str
-    source: str
-    target: str
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
-    size_bytes: int
-    time_s: float
-    count: int
-
-
-class Estimate(_Document, frozen=True, kw_only=True):
-    """The step, as the cost model sees it.
-
-    `peak_memory_bytes` is the total of stage `peak_stage`, the fullest; `mfu` the share of the used
-    devices' peak; `sources` the share of the time from each kind of number ("measured").
-    """
-
-    step_time_s: float
-    compute_s: float
-    communication_s: float
-    bubble_s: float
-    optimizer_s: float
-    peak_memory_bytes: int
-    peak_stage: int
-    mfu: float
-    sources: dict[str, float]
-
-
-class Alternative(_Document, frozen=True, kw_only=True):
-    """A layout that lost, and why; seconds and bytes are None where it was refused unpriced."""
-
-    dp: int
-    tp: int
-    pp: int
-    zero: int
-    schedule: str
-    num_microbatches: int
-    recompute: bool
-    step_time_s: float | None
-    peak_memory_bytes: int | None
-    reason: str
-
-
-class SearchReport(_Document, frozen=True, kw_only=True):
-    """What the search did: layouts tried and refused, the proven relative gap, idle devices."""
-
-    num_candidates: int
-    num_rejected: int
-    gap: float
-    optimal: bool
-    idle_devices: int
-    idle_reason: str
-
-
-class Plan(_Document, frozen=True, kw_only=True):
+class Plan(Document, frozen=True, kw_only=True):
     """A complete decision: how one model runs on one cluster, and what that is estimated to cost.
 
     Attributes:
         shared: Groups of parameter names that are one tensor.
         strategies, op_strategies: Distinct op strategies, and op name -> index among them.
+        op_estimates: What each distinct op costs, in order.
         unruled_ops: Ops without a sharding rule, kept whole.
         alternatives: The layouts that lost, best first.
     """
@@ -304,6 +219,7 @@ class Plan(_Document, frozen=True, kw_only=True):
     shared: tuple[tuple[str, ...], ...]
     strategies: tuple[Strategy, ...]
     op_strategies: dict[str, int]
+    op_estimates: tuple[OpEstimate, ...]
     conversions: tuple[Conversion, ...]
     unruled_ops: tuple[str, ...]
     estimate: Estimate

@@ -201,6 +201,9 @@ def _find_problem(raw: Any, kind: inspect.Type, path: str) -> str | None:
                 return problem
         return None
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    parts = [k for k in kinds if isinstance(k, inspect.StructType)]
+    if parts and raw is not None:
+        return _find_problem(raw, parts[0], path)
     leaves = [_LEAVES[type(k)] for k in kinds if type(k) in _LEAVES]
     if not leaves or any(type(raw) in types for _, types in leaves):
         return None

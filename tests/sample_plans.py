@@ -6,27 +6,34 @@ Their numbers are made up but consistent (what Plan.verify checks), so tests kno
 
 from __future__ import annotations
 
+from autoplan.cluster import Cluster
 from autoplan.plan import (
-    Alternative,
     BoundaryTensor,
     BufferPlan,
     ClusterSummary,
-    Conversion,
-    Estimate,
     Fingerprint,
     InputTensor,
-    MemoryEstimate,
     MeshLayout,
     ModelSummary,
     ParameterPlan,
     Plan,
     ScheduleSpec,
-    SearchReport,
     Settings,
     Signature,
-    StageEstimate,
     StagePlan,
     Strategy,
+)
+from autoplan.plan_estimates import (
+    Alternative,
+    Conversion,
+    CutRunnerUp,
+    Estimate,
+    MemoryEstimate,
+    OpEstimate,
+    ParameterRunnerUp,
+    SearchReport,
+    StageEstimate,
+    Traffic,
 )
 
 GIB, MIB = 2**30, 2**20
@@ -45,6 +52,28 @@ LLAMA_BLOCK = {
     "self_attn.v_proj.weight": ((1024, HIDDEN), "S(0)S(0)", "RS(0)~PS(0)"),
 }
 
+# name behind "mlp." -> what would have been next
+LLAMA_RUNNERS_UP = {
+    "up_proj.weight": ParameterRunnerUp(
+        spec="S(1)S(0)",
+        used="RS(0)~PS(0)",
+        zero=1,
+        step_time_s=0.0024,
+        compute_s=-0.0006,
+        communication_s=0.003,
+        peak_memory_bytes=3 * GIB,
+    ),
+    "down_proj.weight": ParameterRunnerUp(
+        spec="RR",
+        used="RR~PP",
+        zero=0,
+        step_time_s=0.0181,
+        compute_s=0.0181,
+        communication_s=0.0,
+        peak_memory_bytes=-GIB,
+    ),
+}
+
 
 def llama_plan(num_layers: int = 32) -> Plan:
     """Two stages of dp=2 tp=4 under 1F1B, ZeRO-3, tied embedding and head, on 2 hosts of 8."""
@@ -60,6 +89,13 @@ def llama_plan(num_layers: int = 32) -> Plan:
         recompute=tuple(layers[:half]),
         receives=(),
         estimate=_stage_estimate(0.0042, 0.0101, 0.0018, 61 * GIB),
+        traffic=_llama_traffic(last=False),
+        runner_up=CutRunnerUp(
+            stage_layers=(half, half + 3),
+            step_time_s=0.0131,
+            peak_memory_bytes=-2 * GIB,
+            reason="",
+        ),
     )
     last = StagePlan(
         index=1,
@@ -80,9 +116,16 @@ def llama_plan(num_layers: int = 32) -> Plan:
             ),
         ),
         estimate=_stage_estimate(0.0044, 0.0099, 0.0016, 57 * GIB),
+        traffic=_llama_traffic(last=True),
+        runner_up=CutRunnerUp(
+            stage_layers=(half + 2, half + 1),
+            step_time_s=None,
+            peak_memory_bytes=None,
+            reason="stage 0 needs 78.10 GiB, 73.60 GiB are available",
+        ),
     )
     return Plan(
-        schema_version=1,
+        schema_version=2,
         tool_version="0.1.0",
         torch_version="2.13.0",
         fingerprint=_fingerprint("9a"),
@@ -111,6 +154,22 @@ def llama_plan(num_layers: int = 32) -> Plan:
             Strategy(inputs=("S(0)S(2)", "RS(1)~PS(1)"), outputs=("S(0)P~S(0)R",)),
         ),
         op_strategies={f"linear_{i}": i % 2 for i in range(2 * num_layers)},
+        op_estimates=tuple(
+            OpEstimate(
+                name=f"linear_{i}",
+                module_path=f"model.layers.0.{module}",
+                kind="linear",
+                forward_s=0.00011,
+                backward_s=0.00023,
+                communication_s=0.0,
+                saved_bytes=size,
+                source=source,
+                count=num_layers,
+            )
+            for i, (module, size, source) in enumerate(
+                (("mlp.up_proj", 112 * MIB, "measured"), ("mlp.down_proj", 28 * MIB, "roofline"))
+            )
+        ),
         conversions=_llama_conversions(num_layers),
         unruled_ops=(),
         estimate=Estimate(
@@ -122,6 +181,8 @@ def llama_plan(num_layers: int = 32) -> Plan:
             peak_memory_bytes=61 * GIB,
             peak_stage=0,
             mfu=0.471,
+            expected_error=0.081,
+            expected_error_source="h100-80g, 40 measured runs",
             sources={"measured": 0.81, "alpha-beta": 0.13, "roofline": 0.06, "assumed": 0.0},
         ),
         alternatives=_llama_alternatives(),
@@ -165,14 +226,17 @@ def mlp_plan() -> Plan:
         estimate=StageEstimate(
             forward_s=0.00021,
             backward_s=0.0,
-            communication_s=0.00009,
+            forward_communication_s=0.00009,
+            backward_communication_s=0.0,
+            recompute_s=0.0,
             send_s=0.0,
-            step_s=0.0,
+            reduction_s=0.0,
+            optimizer_s=0.0,
             memory=memory,
         ),
     )
     return Plan(
-        schema_version=1,
+        schema_version=2,
         tool_version="0.1.0",
         torch_version="2.13.0",
         fingerprint=_fingerprint("3c"),
@@ -205,6 +269,7 @@ def mlp_plan() -> Plan:
         shared=(),
         strategies=(Strategy(inputs=("RR", "RS(0)"), outputs=("RS(1)",)),),
         op_strategies={"linear": 0, "linear_2": 0},
+        op_estimates=(),
         conversions=tuple(
             Conversion(
                 value=f"linear_{2 * i + 1}",
@@ -262,6 +327,7 @@ def _llama_parameters(num_layers: int) -> dict[str, ParameterPlan]:
             zero=3,
             trainable=True,
             stages=stages,
+            runner_up=LLAMA_RUNNERS_UP.get(name.rpartition("mlp.")[2]),
         )
         for name, (shape, spec, used, stages) in table.items()
     }
@@ -297,6 +363,15 @@ def _llama_conversions(num_layers: int) -> tuple[Conversion, ...]:
     return (*sums, gather)
 
 
+def _llama_traffic(*, last: bool) -> tuple[Traffic, ...]:
+    boundary = Traffic(axis="pp", purpose="boundary", sent_bytes=4 * GIB, time_s=0.0224)
+    return (
+        Traffic(axis="dp", purpose="parameters", sent_bytes=3 * GIB, time_s=0.0042),
+        *(() if last else (boundary,)),
+        Traffic(axis="tp", purpose="activations", sent_bytes=36 * GIB, time_s=0.0275),
+    )
+
+
 def _llama_alternatives() -> tuple[Alternative, ...]:
     slower = Alternative(
         dp=4,
@@ -309,6 +384,10 @@ def _llama_alternatives() -> tuple[Alternative, ...]:
         step_time_s=0.2744,
         peak_memory_bytes=66 * GIB,
         reason="7.1% slower: gradients cross hosts",
+        compute_s=0.2101,
+        communication_s=0.0342,
+        bubble_s=0.019,
+        optimizer_s=0.0111,
     )
     refused = Alternative(
         dp=16,
@@ -341,9 +420,12 @@ def _stage_estimate(
     return StageEstimate(
         forward_s=forward_s,
         backward_s=backward_s,
-        communication_s=communication_s,
+        forward_communication_s=communication_s / 2,
+        backward_communication_s=communication_s / 2,
+        recompute_s=0.0,
         send_s=0.0007,
-        step_s=0.0111,
+        reduction_s=0.0042,
+        optimizer_s=0.0069,
         memory=MemoryEstimate(
             parameters=states // 2,
             gradients=states // 2,
@@ -388,5 +470,5 @@ def _cluster(
         device=device,
         memory_bytes=memory_bytes,
         num_devices=num_hosts * devices_per_host,
-        description={"name": name, "num_hosts": num_hosts},
+        description=Cluster.load(name).to_json(),
     )

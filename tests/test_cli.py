@@ -183,7 +183,7 @@ def test_explain(saved: str) -> None:
         (lambda r: r["stages"][0].update(rank=1), ["$.stages[0].rank", 'did you mean "ranks"?']),
         (lambda r: r["layout"].update(tp="4"), ["$.layout.tp", "expected an integer"]),
         (lambda r: r.pop("schema_version"), ["$.schema_version is missing"]),
-        (lambda r: r.update(schema_version=2), ["schema_version 2 is newer", "Upgrade"]),
+        (lambda r: r.update(schema_version=3), ["schema_version 3 is newer", "Upgrade"]),
     ],
 )
 def test_t12_3_strict_reading(

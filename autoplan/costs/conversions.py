@@ -45,13 +45,14 @@ class Conversions:
         carries = value.requires_grad and self.training
         # what comes from parameters alone is gathered again in backward instead of kept
         again = name in self.from_parameters
+        gathered_again = again and carries and kept
         forward, backward, saved = [], [], []
         for source in made:
             row_f, row_b, row_s = [], [], []
             for target in wanted:
                 ahead = self.mesh.move_s(source.value, target.value, size)
                 back = self.mesh.move_s(target.grad, source.grad, size) if carries else 0.0
-                if again and carries and kept:
+                if gathered_again:
                     back += ahead
                 row_f.append(ahead)
                 row_b.append(back)
@@ -63,7 +64,7 @@ class Conversions:
             backward.append(row_b)
             saved.append(row_s)
         keepers = self._keepers.get(name, frozenset())
-        return ValueTable(name, made, wanted, forward, backward, saved, keepers)
+        return ValueTable(name, made, wanted, forward, backward, saved, keepers, gathered_again)
 
     def _consumers_keep(self, ops: Mapping[str, OpTable]) -> dict[str, frozenset[str]]:
         slots: dict[str, tuple[int, ...]] = {}

@@ -8,12 +8,14 @@ optimizer's update per step; parameters, gradients and optimizer state per devic
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from autoplan.costs.compute import kernel_time
 from autoplan.costs.tables import MeshCosts, ParameterTable, Wishes
 from autoplan.graph import Value
 from autoplan.placements import Layout, ShardingSpec
+from autoplan.sharding.resharding import Move, transition
 from autoplan.sharding.strategies import ParameterStrategy, parameter_strategies
 from autoplan.units import DTYPE_BYTES
 
@@ -98,11 +100,10 @@ def _add_seconds(
     trainable: bool,
 ) -> None:
     value, sizes = table.value, mesh.axis_sizes
-    gather_s = reduce_s = optimizer_s = 0.0
-    if _is_copied(value, strategy):
-        gather_s = mesh.move_s(strategy.spec, strategy.used.value, value.meta.size_bytes)
-    if trainable:
-        reduce_s = mesh.move_s(strategy.used.grad, strategy.spec, _stored_bytes(value))
+    once_s = reduce_s = optimizer_s = 0.0
+    for move, size, each in parameter_moves(value, strategy, sizes, trainable):
+        seconds = mesh.collective(move, size).time_s
+        once_s, reduce_s = (once_s, reduce_s + seconds) if each else (once_s + seconds, reduce_s)
     stored = _stored_bytes(value) / strategy.spec.num_shards(sizes)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)
     passes = STEP_PASSES[wishes.optimizer] if trainable else 0
@@ -116,8 +117,26 @@ def _add_seconds(
             value.stored_dtype or value.meta.dtype,
         ).time_s
     table.optimizer_s.append(optimizer_s)
-    table.step_s.append(gather_s + optimizer_s + (reduce_s if strategy.zero != 2 else 0.0))
-    table.reduce_s.append(reduce_s if strategy.zero == 2 else 0.0)
+    table.step_s.append(once_s + optimizer_s)
+    table.reduce_s.append(reduce_s)
+
+
+def parameter_moves(
+    value: Value, strategy: ParameterStrategy, axis_sizes: tuple[int, ...], trainable: bool
+) -> Iterator[tuple[Move, float, bool]]:
+    """What moves of one parameter beside the conversions of its uses: from what is stored to what
+    is used, and in training its gradient, summed, to what is stored.
+
+    Yields:
+        (move, bytes of the whole tensor that moves, whether after every microbatch: ZeRO-2's
+        gradients; all else moves once a step).
+    """
+    if _is_copied(value, strategy):
+        for move in transition(strategy.spec, strategy.used.value, axis_sizes):
+            yield move, value.meta.size_bytes, False
+    if trainable and value.requires_grad:
+        for move in transition(strategy.used.grad, strategy.spec, axis_sizes):
+            yield move, _stored_bytes(value), strategy.zero == 2
 
 
 def _pinned(

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from autoplan.cluster import Cluster, Group, axis_group
 from autoplan.costs.collectives import collective_time
-from autoplan.costs.profile import Profiles
+from autoplan.costs.profile import NOTHING, Cost, Profiles
 from autoplan.graph import Graph, Op, Value
 from autoplan.placements import Layout, ShardingSpec
-from autoplan.sharding.resharding import transition
+from autoplan.sharding.resharding import Move, transition
 from autoplan.sharding.strategies import ParameterStrategy, Strategy
 
 
@@ -78,13 +78,18 @@ class MeshCosts:
         total = 0.0
         for move in transition(source, target, self.axis_sizes):
             if not move.is_local:
-                cost = collective_time(
-                    self.profiles, move.kind, size_bytes * move.fraction, self.groups[move.axis]
-                )
+                cost = self.collective(move, size_bytes)
                 total += cost.time_s
                 if shares is not None:
                     shares[cost.source] = shares.get(cost.source, 0.0) + cost.time_s
         return total
+
+    def collective(self, move: Move, size_bytes: float) -> Cost:
+        """The price of one move of a tensor of `size_bytes` (whole); of a local one, nothing."""
+        if move.is_local:
+            return NOTHING
+        group = self.groups[move.axis]
+        return collective_time(self.profiles, move.kind, size_bytes * move.fraction, group)
 
 
 @dataclass
@@ -125,7 +130,8 @@ class ParameterTable:
 @dataclass
 class ValueTable:
     """One value's conversions: from each layout its producer may give to each a consumer may
-    want; `saved_bytes` are kept where one of the `keepers` takes it.
+    want; `saved_bytes` are kept where one of the `keepers` takes it. With `again`, what forward
+    converted is not kept but converted again in backward.
     """
 
     name: str
@@ -135,6 +141,7 @@ class ValueTable:
     backward_s: list[list[float]]
     saved_bytes: list[list[float]]
     keepers: frozenset[str] = frozenset()
+    again: bool = False
 
 
 @dataclass(frozen=True)

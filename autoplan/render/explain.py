@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from autoplan.errors import PlanError
 from autoplan.placements import parse_spec
-from autoplan.plan import Conversion, ParameterPlan, Plan
+from autoplan.plan import ParameterPlan, Plan
+from autoplan.plan_estimates import Conversion
 from autoplan.render.layout import (
     WIDTH,
     fold_labels,

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 
 from autoplan.errors import PlanError
-from autoplan.plan import Alternative, Conversion, MemoryEstimate, ParameterPlan, Plan, StagePlan
+from autoplan.plan import ParameterPlan, Plan, StagePlan
+from autoplan.plan_estimates import Alternative, Conversion, MemoryEstimate
 from autoplan.render.layout import (
     WIDTH,
     Fold,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from autoplan.cluster import Cluster
 from autoplan.costs.storage import PinnedPlacementError
 from autoplan.errors import InfeasibleError
-from autoplan.plan import Alternative
+from autoplan.plan_estimates import Alternative
 from autoplan.solver.candidate import Candidate, Priced
 from autoplan.units import format_bytes, format_seconds
 
@@ -160,6 +160,7 @@ def _degrees(candidate: Candidate) -> tuple[int, int, int]:
 
 def _alternative(candidate: Candidate, priced: Priced | None, reason: str) -> Alternative:
     zero = max((s.zero for s in priced.parameters.values()), default=0) if priced else 0
+    terms = priced.terms if priced else {}
     return Alternative(
         dp=candidate.dp,
         tp=candidate.tp,
@@ -171,28 +172,15 @@ def _alternative(candidate: Candidate, priced: Priced | None, reason: str) -> Al
         step_time_s=priced.step_s if priced else None,
         peak_memory_bytes=int(priced.peak_bytes) if priced else None,
         reason=reason,
+        compute_s=terms.get("compute"),
+        communication_s=terms.get("communication"),
+        bubble_s=terms.get("bubble"),
+        optimizer_s=terms.get("optimizer"),
     )
-
-
-def _terms(priced: Priced) -> dict[str, float]:
-    """Seconds of the step by kind, summed over a device's work; the bubble is what remains."""
-    m, pp = priced.candidate.num_microbatches, priced.candidate.pp
-    communication = (
-        sum(p.communication_s for p in priced.prices) * m / pp
-        + sum(p.step_s - p.optimizer_s for p in priced.prices) / pp
-    )
-    compute = sum(p.forward_s + p.backward_s - p.communication_s for p in priced.prices) * m / pp
-    optimizer = sum(p.optimizer_s for p in priced.prices) / pp
-    return {
-        "compute": compute,
-        "communication": communication,
-        "optimizer": optimizer,
-        "bubble": max(priced.step_s - compute - communication - optimizer, 0.0),
-    }
 
 
 def _why_slower(loser: Priced, best: Priced) -> str:
-    mine, theirs = _terms(loser), _terms(best)
+    mine, theirs = loser.terms, best.terms
     word = max(mine, key=lambda k: mine[k] - theirs[k])
     factor = loser.step_s / best.step_s
     return (

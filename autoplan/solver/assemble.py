@@ -17,26 +17,32 @@ from autoplan.graph import Graph
 from autoplan.placements import Layout, Partial, R, Replicate, Shard, ShardingSpec
 from autoplan.plan import (
     SCHEMA_VERSION,
-    Alternative,
     BoundaryTensor,
     BufferPlan,
     ClusterSummary,
-    Conversion,
-    Estimate,
     Fingerprint,
-    MemoryEstimate,
     MeshLayout,
     ModelSummary,
     ParameterPlan,
     Plan,
     ScheduleSpec,
-    SearchReport,
     Settings,
     Signature,
-    StageEstimate,
     StagePlan,
 )
 from autoplan.plan import Strategy as StrategyRecord
+from autoplan.plan_estimates import (
+    Alternative,
+    Conversion,
+    CutRunnerUp,
+    Estimate,
+    MemoryEstimate,
+    OpEstimate,
+    ParameterRunnerUp,
+    SearchReport,
+    StageEstimate,
+    Traffic,
+)
 from autoplan.sharding.batch import Batch, cut_batch
 from autoplan.sharding.cutting import StageCut, cut_stages
 from autoplan.sharding.strategies import ParameterStrategy, Strategy, without_gradient
@@ -82,6 +88,10 @@ class Figures:
     stages: tuple[StageEstimate, ...]
     estimate: Estimate
     conversions: tuple[Conversion, ...] = ()
+    op_estimates: tuple[OpEstimate, ...] = ()
+    traffic: tuple[tuple[Traffic, ...], ...] = ()  # per stage
+    cuts: Mapping[int, CutRunnerUp] = field(default_factory=dict)  # by stage
+    parameters: Mapping[str, ParameterRunnerUp] = field(default_factory=dict)  # by name
     alternatives: tuple[Alternative, ...] = ()
     search: SearchReport | None = None
     flop_per_step: float = 0.0
@@ -108,9 +118,12 @@ def no_figures(num_stages: int) -> Figures:
     nothing = StageEstimate(
         forward_s=0.0,
         backward_s=0.0,
-        communication_s=0.0,
+        forward_communication_s=0.0,
+        backward_communication_s=0.0,
+        recompute_s=0.0,
         send_s=0.0,
-        step_s=0.0,
+        reduction_s=0.0,
+        optimizer_s=0.0,
         memory=MemoryEstimate(
             parameters=0,
             gradients=0,
@@ -170,11 +183,12 @@ def assemble(setting: Setting, decision: Decision, figures: Figures) -> Plan:
         layout=MeshLayout(dp=decision.dp, tp=decision.tp, pp=decision.pp),
         schedule=ScheduleSpec(name=decision.schedule, num_microbatches=decision.num_microbatches),
         stages=_stages(cut_graph, stages, decision, figures),
-        parameters=_parameters(graph, stages, decision),
+        parameters=_parameters(graph, stages, decision, figures),
         buffers=_buffers(graph, stages, setting.non_persistent),
         shared=_shared(graph),
         strategies=tuple(StrategyRecord(inputs=i, outputs=o) for i, o in records),
         op_strategies=op_strategies,
+        op_estimates=figures.op_estimates,
         conversions=figures.conversions,
         unruled_ops=setting.unruled_ops,
         estimate=figures.estimate,
@@ -299,6 +313,8 @@ def _stages(
                 recompute=decision.recompute[index],
                 receives=tuple(receives),
                 estimate=figures.stages[index],
+                traffic=figures.traffic[index] if figures.traffic else (),
+                runner_up=figures.cuts.get(index),
             )
         )
     return tuple(found)
@@ -310,7 +326,7 @@ def _holders(name: str, stages: tuple[StageCut, ...]) -> tuple[int, ...]:
 
 
 def _parameters(
-    graph: Graph, stages: tuple[StageCut, ...], decision: Decision
+    graph: Graph, stages: tuple[StageCut, ...], decision: Decision, figures: Figures
 ) -> dict[str, ParameterPlan]:
     entries = {}
     aliases = {group[0]: group for group in graph.shared}
@@ -324,6 +340,7 @@ def _parameters(
             zero=chosen.zero,
             trainable=value.requires_grad,
             stages=_holders(value.name, stages),
+            runner_up=figures.parameters.get(value.name),
         )
         for name in aliases.get(value.name, (value.name,)):
             entries[name] = entry

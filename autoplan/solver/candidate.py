@@ -58,6 +58,8 @@ class LayerPrice:
     forward_s: float = 0.0
     backward_s: float = 0.0
     communication_s: float = 0.0
+    forward_communication_s: float = 0.0  # what of it lies in forward_s
+    recompute_s: float = 0.0  # what of backward_s is the forward again
     step_s: float = 0.0
     optimizer_s: float = 0.0
     parameter_bytes: float = 0.0
@@ -92,6 +94,24 @@ class Priced:
     @property
     def peak_bytes(self) -> float:
         return max(self.assignment.memory_bytes)
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds of the step by kind, as an average device spends them; the bubble is what
+        remains. They sum up to the step.
+        """
+        m, pp = self.candidate.num_microbatches, self.candidate.pp
+        once = sum(p.step_s - p.optimizer_s for p in self.prices) / pp
+        communication = sum(p.communication_s for p in self.prices) * m / pp + once
+        passes = sum(p.forward_s + p.backward_s - p.communication_s for p in self.prices)
+        optimizer = sum(p.optimizer_s for p in self.prices) / pp
+        compute = passes * m / pp
+        return {
+            "compute": compute,
+            "communication": communication,
+            "optimizer": optimizer,
+            "bubble": max(self.step_s - compute - communication - optimizer, 0.0),
+        }
 
     @property
     def rank(self) -> tuple[float, int, Candidate]:

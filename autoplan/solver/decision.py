@@ -7,14 +7,17 @@ parameter, and the numbers that a plan reports. Nothing is chosen or priced here
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoplan.cluster import Cluster
-from autoplan.plan import SearchReport
+from autoplan.plan_estimates import SearchReport
 from autoplan.solver.account import idle_reason
 from autoplan.solver.assemble import Decision, Figures
 from autoplan.solver.candidate import Priced
 from autoplan.solver.evaluate import CandidateSolver
 from autoplan.solver.figures import make_figures
 from autoplan.solver.pricing import shares_boundaries
+from autoplan.solver.runners_up import cut_runners_up, parameter_runners_up
 from autoplan.solver.search import Search
 from autoplan.solver.space import Space
 
@@ -36,6 +39,17 @@ def decide(search: Search) -> tuple[Decision, Figures]:
     )
     figures = make_figures(
         search.space.graph, best, solver, search.limit_bytes, search.cluster, report
+    )
+    runners_up = parameter_runners_up(best, solver)
+    representative = solver.folded.representative
+    figures = replace(
+        figures,
+        cuts=cut_runners_up(best, solver),
+        parameters={
+            name: runners_up[of]
+            for name in decision.parameters
+            if (of := representative.get(name, name)) in runners_up
+        },
     )
     return decision, figures
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +20,9 @@ from autoplan.cluster import Cluster
 from autoplan.costs.tables import CostTables, ValueTable
 from autoplan.errors import InfeasibleError
 from autoplan.placements import Layout
-from autoplan.solver.candidate import Candidate, NotFasterError, Priced, Workload
+from autoplan.solver.candidate import Candidate, LayerPrice, NotFasterError, Priced, Workload
 from autoplan.solver.contract import contract
-from autoplan.solver.inter_op import LayerCosts, partition_layers
+from autoplan.solver.inter_op import LayerCosts, StageAssignment, partition_layers
 from autoplan.solver.intra_op import Edge, IntraOpProblem, IntraOpSolution, solve_intra_op
 from autoplan.solver.layers import Layers
 from autoplan.solver.pricing import Pricing
@@ -85,6 +86,29 @@ class CandidateSolver:
         if bound_s >= beat_s:
             raise NotFasterError(bound_s)
         problem, names = self._problem()
+        return self._solve(problem, names, beat_s)
+
+    def runner_up(self, chosen: Priced, parameter: str) -> Priced:
+        """The fastest choices with the stages of `chosen` in which a parameter is stored or used
+        in another layout.
+
+        Raises:
+            InfeasibleError: It has no other layout, or none that fits.
+        """
+        mine = chosen.parameters[parameter]
+        strategies = self.tables.parameters[parameter].strategies
+        same = [(s.spec, s.used) == (mine.spec, mine.used) for s in strategies]
+        if all(same):
+            raise InfeasibleError(f"{parameter} has no other layout on this mesh")
+        problem, names = self._problem()
+        cost, node = list(problem.node_cost_s), names.index(f"parameter:{parameter}")
+        cost[node] = np.where(same, np.inf, cost[node])
+        cut = copy(self)
+        cut.stage_layers = tuple(last - first for first, last in chosen.assignment.bounds)
+        return cut._solve(replace(problem, node_cost_s=tuple(cost)), names, math.inf)
+
+    def _solve(self, problem: IntraOpProblem, names: list[str], beat_s: float) -> Priced:
+        error: InfeasibleError | None = None
         smaller, original = contract(problem)
         limits: tuple[float | None, ...] = (
             None,
@@ -296,6 +320,13 @@ class CandidateSolver:
 
     # -- the price of a solution
 
+    def pricing_of(self, priced: Priced) -> Pricing:
+        """What prices the layers of a decision that this solver has made."""
+        chosen = {n: t.strategies.index(priced.strategies[n]) for n, t in self.tables.ops.items()}
+        for name, table in self.tables.parameters.items():
+            chosen[f"parameter:{name}"] = table.strategies.index(priced.parameters[name])
+        return Pricing(self.work, self.cluster, chosen)
+
     def _price(
         self,
         solution: IntraOpSolution,
@@ -306,6 +337,38 @@ class CandidateSolver:
         chosen = dict(zip(names, choices))
         pricing = Pricing(self.work, self.cluster, chosen)
         prices, send = pricing.layer_prices(), pricing.send_s()
+        assignment = self._partition(pricing, prices, send, limit_bytes, self.stage_layers)
+        distance = solution.objective_s - solution.bound_s
+        return Priced(
+            self.candidate,
+            {n: t.strategies[chosen[n]] for n, t in self.tables.ops.items()},
+            {n: t.strategies[chosen[f"parameter:{n}"]] for n, t in self.tables.parameters.items()},
+            tuple(prices),
+            assignment,
+            tuple(send),
+            distance / max(solution.objective_s, TIME_UNIT_FLOOR_S),
+            solution.optimal,
+        )
+
+    def recut(self, priced: Priced, stage_layers: tuple[int, ...]) -> StageAssignment:
+        """The same choices with other stages.
+
+        Raises:
+            InfeasibleError: A stage does not fit.
+        """
+        pricing = self.pricing_of(priced)
+        return self._partition(
+            pricing, list(priced.prices), list(priced.send_s), self.limit_bytes, stage_layers
+        )
+
+    def _partition(
+        self,
+        pricing: Pricing,
+        prices: list[LayerPrice],
+        send_s: list[float],
+        limit_bytes: float,
+        stage_layers: tuple[int, ...] | None,
+    ) -> StageAssignment:
         columns = {
             key: np.array([[getattr(p, key) for p in prices]])
             for key in (
@@ -317,22 +380,11 @@ class CandidateSolver:
                 "transient_bytes",
             )
         }
-        assignment = partition_layers(
-            LayerCosts(**columns, send_s=np.array(send), shared=pricing.shared_parameters()),
+        return partition_layers(
+            LayerCosts(**columns, send_s=np.array(send_s), shared=pricing.shared_parameters()),
             self.candidate.pp,
             self.candidate.num_microbatches,
             schedule=self.candidate.schedule,
             memory_limit_bytes=limit_bytes,
-            stage_layers=self.stage_layers,
-        )
-        distance = solution.objective_s - solution.bound_s
-        return Priced(
-            self.candidate,
-            {n: t.strategies[chosen[n]] for n, t in self.tables.ops.items()},
-            {n: t.strategies[chosen[f"parameter:{n}"]] for n, t in self.tables.parameters.items()},
-            tuple(prices),
-            assignment,
-            tuple(send),
-            distance / max(solution.objective_s, TIME_UNIT_FLOOR_S),
-            solution.optimal,
+            stage_layers=stage_layers,
         )

@@ -10,13 +10,19 @@ from __future__ import annotations
 from autoplan.cluster import Cluster
 from autoplan.costs.kernels import backward_kernels, forward_kernels
 from autoplan.graph import Graph, TensorMeta
-from autoplan.plan import Conversion, Estimate, MemoryEstimate, SearchReport, StageEstimate
+from autoplan.plan_estimates import (
+    Conversion,
+    Estimate,
+    MemoryEstimate,
+    OpEstimate,
+    SearchReport,
+    StageEstimate,
+)
 from autoplan.sharding.resharding import transition
 from autoplan.solver.assemble import Figures
 from autoplan.solver.candidate import Priced
 from autoplan.solver.evaluate import CandidateSolver
-
-AXES = ("dp", "tp")
+from autoplan.solver.traffic import AXES, stage_traffic
 
 
 def make_figures(
@@ -42,31 +48,30 @@ def make_figures(
     )
     peaks = [s.memory.total for s in stages]
     candidate = priced.candidate
-    m, devices = candidate.num_microbatches, candidate.pp * candidate.dp * candidate.tp
-    compute = max(m * (s.forward_s + s.backward_s - s.communication_s) for s in stages)
-    communication = max(m * s.communication_s for s in stages)
-    step = priced.step_s
-    busiest = max(m * (s.forward_s + s.backward_s) + s.step_s for s in stages)
-    optimizer = max(
-        sum(priced.prices[i].optimizer_s for i in range(*bounds))
-        for bounds in priced.assignment.bounds
-    )
-    once = max(s.step_s for s in stages)
+    devices, step, terms = candidate.num_devices, priced.step_s, priced.terms
     flop = flop_per_step(graph, training=solver.training)
     dtype = dtype_of_work(graph)
     peak = solver.tables.mesh.profiles.device.peak(dtype)[0]
     estimate = Estimate(
         step_time_s=step,
-        compute_s=compute,
-        communication_s=communication + once - optimizer,
-        bubble_s=max(step - busiest, 0.0),
-        optimizer_s=optimizer,
+        compute_s=terms["compute"],
+        communication_s=terms["communication"],
+        bubble_s=terms["bubble"],
+        optimizer_s=terms["optimizer"],
         peak_memory_bytes=max(peaks),
         peak_stage=peaks.index(max(peaks)),
         mfu=flop / (step * devices * peak) if step > 0 else 0.0,
         sources=_sources(priced),
     )
-    return Figures(stages, estimate, _conversions(priced, solver), (), report, flop)
+    return Figures(
+        stages=stages,
+        estimate=estimate,
+        conversions=_conversions(priced, solver),
+        op_estimates=_op_estimates(priced, solver),
+        traffic=stage_traffic(priced, solver),
+        search=report,
+        flop_per_step=flop,
+    )
 
 
 def _stage(priced: Priced, solver: CandidateSolver, stage: int, reserve: float) -> StageEstimate:
@@ -93,23 +98,43 @@ def _stage(priced: Priced, solver: CandidateSolver, stage: int, reserve: float) 
         transient=int(transient),
         reserve=int(max(reserve, 0.0)) if reserve != float("inf") else 0,
     )
-    send = (
-        (
-            priced.send_s[last - 1]
-            if last - 1 < len(priced.send_s) and stage < priced.candidate.pp - 1
-            else 0.0
-        )
-        if priced.send_s
-        else 0.0
-    )
+    has_next = stage < priced.candidate.pp - 1
     return StageEstimate(
         forward_s=sum(p.forward_s for p in prices),
         backward_s=sum(p.backward_s for p in prices),
-        communication_s=sum(p.communication_s for p in prices),
-        send_s=send,
-        step_s=sum(p.step_s for p in prices),
+        forward_communication_s=sum(p.forward_communication_s for p in prices),
+        backward_communication_s=sum(p.communication_s - p.forward_communication_s for p in prices),
+        recompute_s=sum(p.recompute_s for p in prices),
+        send_s=priced.send_s[last - 1] if has_next else 0.0,
+        reduction_s=sum(p.step_s - p.optimizer_s for p in prices),
+        optimizer_s=sum(p.optimizer_s for p in prices),
         memory=memory,
     )
+
+
+def _op_estimates(priced: Priced, solver: CandidateSolver) -> tuple[OpEstimate, ...]:
+    """Every representative op that takes time or keeps bytes, in the order of the graph."""
+    found = []
+    for name, table in solver.tables.ops.items():
+        choice = table.strategies.index(priced.strategies[name])
+        times = table.forward_s[choice], table.backward_s[choice], table.communication_s[choice]
+        if not any(times) and not table.saved_bytes[choice]:
+            continue
+        shares = table.sources[choice]
+        found.append(
+            OpEstimate(
+                name=name,
+                module_path=table.op.module_path,
+                kind=table.op.target,
+                forward_s=times[0],
+                backward_s=times[1],
+                communication_s=times[2],
+                saved_bytes=int(table.saved_bytes[choice]),
+                source=max(sorted(shares), key=lambda k: shares[k]) if shares else "",
+                count=solver.folded.count[name],
+            )
+        )
+    return tuple(found)
 
 
 def _held_again(priced: Priced, solver: CandidateSolver, first: int, last: int) -> dict[str, float]:

@@ -16,7 +16,9 @@ points come from, is decided elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,9 @@ _MOST_BOTTLENECKS = 64
 # Replays are worth about this many actions in all: some 50 ms.
 _REPLAY_ACTIONS = 60_000
 _MOST_REPLAYS = 12
+# From the quickest, layers are moved to partitions that the formula finds so much worse at most.
+_NEARLY = 0.01
+_MOST_MOVES = 48
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -168,6 +173,8 @@ def partition_layers(
     affordable = _REPLAY_ACTIONS // (2 * num_stages * num_microbatches)
     most = min(max(affordable, 2), _MOST_REPLAYS)
     replayed = [_replayed(costs, tables, plan, bounds) for bounds in candidates[:most]]
+    if plan.trains and costs.step_s.any() and stage_layers is None:
+        replayed += _moved(costs, tables, plan, replayed)
     quickest = min(assignment.step_s for assignment in replayed)
     tied = [a for a in replayed if a.step_s <= quickest * (1 + 1e3 * _ROUNDING)]
     slowest = min(assignment.bottleneck_s for assignment in tied)
@@ -334,6 +341,42 @@ def _candidates(
         _, other = _shortest(matrices, worst * (1 + _ROUNDING), latest=True)
         ordered += [b for b in (bounds, other) if b not in ordered]
     return ordered
+
+
+def _moved(
+    costs: LayerCosts, tables: _Tables, schedule: Schedule, replayed: list[StageAssignment]
+) -> list[StageAssignment]:
+    """The partitions met on the way down from the quickest one, one layer over one boundary at a
+    time.
+
+    The formula spreads what runs once per step over the microbatches, the replay has it after the
+    last backward: partitions that the formula finds equal, or nearly, may differ.
+    """
+    repeats, found = schedule.num_microbatches - 1, list(replayed)
+
+    def value(bounds: tuple[tuple[int, int], ...]) -> float:
+        entries = [float(matrix[b]) for matrix, b in zip(tables.seconds, bounds)]
+        return sum(entries) + repeats * max(entries)
+
+    best = min(found, key=lambda a: a.step_s)
+    while len(found) < len(replayed) + _MOST_MOVES:
+        near = value(best.bounds) * (1 + _NEARLY)
+        known = {a.bounds for a in found}
+        moves = [b for b in _moves(best.bounds) if b not in known and value(b) <= near]
+        found += [_replayed(costs, tables, schedule, bounds) for bounds in moves]
+        quicker = min(found, key=lambda a: a.step_s)
+        if quicker.step_s >= best.step_s:
+            break
+        best = quicker
+    return found[len(replayed) :]
+
+
+def _moves(bounds: tuple[tuple[int, int], ...]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The partitions in which one layer has crossed one boundary."""
+    for stage, ((first, middle), (_, last)) in enumerate(pairwise(bounds)):
+        for cut in (middle - 1, middle + 1):
+            if first < cut < last:
+                yield (*bounds[:stage], (first, cut), (cut, last), *bounds[stage + 2 :])
 
 
 def _replayed(

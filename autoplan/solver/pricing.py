@@ -8,7 +8,7 @@ nothing is chosen here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from autoplan.cluster import Cluster, group_of
@@ -64,9 +64,15 @@ class Pricing:
         working = kept = 0.0
         for full_name in ops:
             name = self.folded.representative.get(full_name, full_name)
-            table, choice, runs = self.tables.ops[name], self.chosen[name], self._runs(name)
+            table, choice, runs = (
+                self.tables.ops[name],
+                self.chosen[name],
+                self.work.forward_runs(name),
+            )
             price.forward_s += table.forward_s[choice]
-            price.backward_s += table.backward_s[choice] + (runs - 1.0) * table.forward_s[choice]
+            again_s = (runs - 1.0) * table.forward_s[choice]
+            price.backward_s += table.backward_s[choice] + again_s
+            price.recompute_s += again_s
             price.communication_s += table.communication_s[choice] * runs
             price.backward_s += table.communication_s[choice] * runs
             price.transient_bytes = max(price.transient_bytes, table.transient_bytes[choice])
@@ -75,10 +81,10 @@ class Pricing:
             working += table.saved_bytes[choice]
             if name in recomputed:
                 kept += float(self.work.handed_on_bytes(name)[choice])
-            for slot, value in self._usual_inputs(name).items():
+            for value, p, q in self.uses(name):
                 if value in self.tables.parameters:
                     parameters[value] = None
-                working += self._add_conversion(price, value, name, slot, done)
+                working += self._add_conversion(price, name, (value, p, q), done)
         again = any(self.folded.representative.get(n, n) in recomputed for n in ops)
         price.activation_bytes = kept if again else working
         price.transient_bytes += working if again else 0.0
@@ -86,38 +92,44 @@ class Pricing:
             self._add_parameter(price, name)
         return price
 
-    def _usual_inputs(self, op: str) -> dict[int, str]:
-        """Slot -> the value that most of the ops this one stands for take there: the first block of
-        a class takes what comes before the blocks, all others their predecessor's.
+    def uses(self, op: str) -> Iterator[tuple[str, int, int]]:
+        """(value, row, column) of the tables' conversion of each input of a representative: of the
+        value that most of the ops it stands for take in that place. The first block of a class
+        takes what comes before the blocks, all others their predecessor's.
         """
         usual: dict[int, str] = {}
         for value, slot, _ in sorted(self._inputs_of.get(op, ()), key=lambda u: (-u[2], u[0])):
             usual.setdefault(slot, value)
-        return usual
-
-    def _runs(self, op: str) -> float:
-        return self.work.forward_runs(op)
+        strategy = self.tables.ops[op].strategies[self.chosen[op]]
+        for slot, value in usual.items():
+            table = self.tables.values[value]
+            yield (
+                value,
+                table.made.index(self._made(value)),
+                table.wanted.index(strategy.inputs[slot]),
+            )
 
     def _add_conversion(
         self,
         price: LayerPrice,
-        value: str,
         consumer: str,
-        slot: int,
+        use: tuple[str, int, int],
         done: set[tuple[str, int, int]],
     ) -> float:
         """Adds one use's conversion to a layer's price, once per (value, from, to); gives the bytes
         autograd keeps of it.
         """
-        table, user = self.tables.values[value], self.tables.ops[consumer]
-        q = table.wanted.index(user.strategies[self.chosen[consumer]].inputs[slot])
-        p = table.made.index(self._made(value))
-        if (value, p, q) not in done:
-            done.add((value, p, q))
-            ahead, back, runs = table.forward_s[p][q], table.backward_s[p][q], self._runs(consumer)
+        value, p, q = use
+        table = self.tables.values[value]
+        if use not in done:
+            done.add(use)
+            ahead, back = table.forward_s[p][q], table.backward_s[p][q]
+            runs = self.work.forward_runs(consumer)
             price.forward_s += ahead
             price.backward_s += back + (runs - 1.0) * ahead
+            price.recompute_s += (runs - 1.0) * ahead
             price.communication_s += runs * ahead + back
+            price.forward_communication_s += ahead
         if consumer not in table.keepers or (f"kept:{value}", p, q) in done:
             return 0.0
         done.add((f"kept:{value}", p, q))
@@ -184,7 +196,7 @@ class Pricing:
         groups = {group_of(self.cluster, pair, at_once) for pair in pairs}
         mesh = self.tables.mesh
         result = []
-        for sent, gathered in self._boundary_bytes():
+        for sent, gathered in self.boundary_bytes():
             seconds = 0.0
             if sent:
                 seconds = max(
@@ -196,7 +208,7 @@ class Pricing:
             result.append(seconds)
         return result
 
-    def _boundary_bytes(self) -> list[tuple[float, float]]:
+    def boundary_bytes(self) -> list[tuple[float, float]]:
         """Per boundary, bytes that a device sends of every chain value made before it and used
         behind it, and bytes that tensor parallel ranks gather of it again.
         """
@@ -251,6 +263,8 @@ def _plus(price: LayerPrice, common: LayerPrice, *, first: bool, in_flight: int)
         price.forward_s + extra * common.forward_s,
         price.backward_s + extra * common.backward_s,
         price.communication_s + extra * common.communication_s,
+        price.forward_communication_s + extra * common.forward_communication_s,
+        price.recompute_s + extra * common.recompute_s,
         price.step_s + extra * common.step_s,
         price.optimizer_s + extra * common.optimizer_s,
         price.parameter_bytes + extra * common.parameter_bytes,

@@ -11,7 +11,8 @@ from cases.models import linears, mean_square, wide_blocks
 from cases.running import plain_cluster
 
 import autoplan
-from autoplan.plan import Alternative, Plan
+from autoplan.plan import Plan
+from autoplan.plan_estimates import Alternative
 
 GIB = 2**30
 

@@ -19,7 +19,8 @@ from cases.running import plain_cluster
 from torch import nn
 
 import autoplan
-from autoplan.plan import MemoryEstimate, Plan
+from autoplan.plan import Plan
+from autoplan.plan_estimates import MemoryEstimate
 
 PARAMETERS = 4 * (1024 * 1024 + 1024)
 STATES = 16 * PARAMETERS

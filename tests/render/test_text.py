@@ -14,7 +14,8 @@ import pytest
 from sample_plans import LLAMA_BLOCK, llama_plan, mlp_plan
 
 from autoplan.errors import PlanError
-from autoplan.plan import Alternative, Plan
+from autoplan.plan import Plan
+from autoplan.plan_estimates import Alternative
 from autoplan.render import explain_text, render_text
 
 GOLDEN = Path(__file__).parent.parent / "golden"
