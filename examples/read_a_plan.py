@@ -70,8 +70,8 @@ def main() -> None:
     default = Path(__file__).parent / "plans/gpt.json"
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
     plan = json.loads(path.read_text(encoding="utf-8"))
-    if plan["schema_version"] != 1:
-        sys.exit(f"{path} has schema version {plan['schema_version']}; this reader knows 1.")
+    if plan["schema_version"] != 2:
+        sys.exit(f"{path} has schema version {plan['schema_version']}; this reader knows 2.")
     layout, schedule, estimate = plan["layout"], plan["schedule"], plan["estimate"]
     print(f"{plan['model']['name']} on {plan['cluster']['name']}: {layout}")
     print(f"{schedule['num_microbatches']} microbatches of a {schedule['name']} schedule")
