@@ -51,7 +51,16 @@ def read_document(text: str, kind: type[_Struct], version: int, source: str) -> 
 
 
 def save_text(text: str, path: str | os.PathLike[str]) -> Path:
-    """Writes the text to `path`, whole or not at all, and returns the path.
+    """Writes the text as UTF-8 to `path`, whole or not at all, and returns the path.
+
+    Raises:
+        PlanError: The file cannot be written.
+    """
+    return save_bytes(text.encode("utf-8"), path)
+
+
+def save_bytes(content: bytes, path: str | os.PathLike[str]) -> Path:
+    """Writes a file, whole or not at all, and returns the path.
 
     Raises:
         PlanError: The file cannot be written.
@@ -59,14 +68,13 @@ def save_text(text: str, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         os.replace(partial, target)
     except OSError as error:
         if partial.is_file():
             partial.unlink()
         raise PlanError(
-            f"cannot write the plan to {target}: {error.strerror}. Name a file in a "
-            "folder that exists."
+            f"cannot write {target}: {error.strerror}. Name a file in a folder that exists."
         ) from error
     return target
 

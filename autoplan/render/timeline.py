@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autoplan.plan import Plan, StagePlan
-from autoplan.schedule import make_schedule, replay
+from autoplan.plan import Plan
+from autoplan.plan_estimates import StageEstimate
+from autoplan.schedule import KINDS, make_schedule, replay
 
-SHORTEST_SHARE = 1e-12  # of the step: shorter parts are rounding
+SHORTEST_SHARE = 1e-12  # of a pass: shorter parts are rounding
 
 
 class Box(NamedTuple):
@@ -68,14 +69,20 @@ def step_timeline(plan: Plan) -> StepTimeline:
         [e.send_s for e in estimates[:-1]],
     )
     boxes: list[list[Box]] = [[] for _ in plan.stages]
+    passes = {
+        (stage.index, kind): _in_turn(_pass_parts(stage.estimate, kind))
+        for stage in plan.stages
+        for kind in KINDS
+    }
     for stage, action, start, _ in replayed.spans:
-        parts = _parts(plan.stages[stage], action.kind)
-        boxes[stage] += _in_turn(parts, start, action.microbatch)
+        row, microbatch = boxes[stage], action.microbatch
+        for activity, begin, end in passes[stage, action.kind]:
+            row.append(Box(activity, start + begin, start + end, microbatch))
     if schedule.trains:
         for stage, finish in enumerate(replayed.finish_s):
             e = estimates[stage]
             once = (("reduction", e.reduction_s), ("optimizer", e.optimizer_s))
-            boxes[stage] += _in_turn(once, finish, None)
+            boxes[stage] += [Box(a, finish + b, finish + c, None) for a, b, c in _in_turn(once)]
     lanes = tuple(
         Lane(stage.index, stage.ranks, tuple(row)) for stage, row in zip(plan.stages, boxes)
     )
@@ -83,9 +90,8 @@ def step_timeline(plan: Plan) -> StepTimeline:
     return StepTimeline(lanes, max([replayed.end_s, *ends]))
 
 
-def _parts(stage: StagePlan, kind: str) -> tuple[tuple[str, float], ...]:
+def _pass_parts(e: StageEstimate, kind: str) -> tuple[tuple[str, float], ...]:
     """The parts of one pass of one microbatch, whose seconds sum up to the pass."""
-    e = stage.estimate
     if kind == "F":
         own_s = e.forward_s - e.forward_communication_s
         return ("forward", own_s), ("communication", e.forward_communication_s)
@@ -98,13 +104,12 @@ def _parts(stage: StagePlan, kind: str) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _in_turn(
-    parts: tuple[tuple[str, float], ...], start_s: float, microbatch: int | None
-) -> list[Box]:
-    shortest_s = SHORTEST_SHARE * sum(seconds for _, seconds in parts)
-    found = []
+def _in_turn(parts: tuple[tuple[str, float], ...]) -> list[tuple[str, float, float]]:
+    """(activity, start, end) of parts one after the other from 0."""
+    least_s = SHORTEST_SHARE * sum(seconds for _, seconds in parts)
+    found, at = [], 0.0
     for activity, seconds in parts:
-        if seconds > shortest_s:
-            found.append(Box(activity, start_s, start_s + seconds, microbatch))
-            start_s += seconds
+        if seconds > least_s:
+            found.append((activity, at, at + seconds))
+            at += seconds
     return found
