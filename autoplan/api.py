@@ -5,7 +5,7 @@ the rooms called in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -107,6 +107,52 @@ def optimize(
         InfeasibleError: No plan fits memory, sizes and pins.
         ValueError: An argument is not one of those named here.
     """
+    ((_, result),) = optimize_each(
+        model,
+        (cluster,),
+        example_inputs,
+        loss_fn=loss_fn,
+        mode=mode,
+        optimizer=optimizer,
+        precision=precision,
+        pins=pins,
+        memory_reserve=memory_reserve,
+        time_limit_s=time_limit_s,
+        top=top,
+        progress=progress,
+    )
+    if isinstance(result, InfeasibleError):
+        raise result
+    return result
+
+
+def optimize_each(
+    model: nn.Module,
+    clusters: Iterable[Cluster],
+    example_inputs: Mapping[str, object] | tuple[object, ...],
+    *,
+    loss_fn: Callable[[object, object], torch.Tensor] | None = None,
+    mode: str = "train",
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    pins: Pins | None = None,
+    memory_reserve: float = 0.08,
+    time_limit_s: float = 60.0,
+    top: int = 3,
+    progress: Callable[[str, float], None] | None = None,
+) -> Iterator[tuple[Cluster, Plan | InfeasibleError]]:
+    """`optimize` for one cluster after the other; the model is captured once.
+
+    Args:
+        model, example_inputs: As of `optimize`, and so all the rest.
+        clusters: Read as the plans are asked for.
+
+    Yields:
+        Each cluster with its plan, or with the reason that there is none.
+
+    Raises:
+        CaptureError, ValueError: As `optimize`.
+    """
     from autoplan.capture import capture
     from autoplan.costs.profile import Profiles
     from autoplan.solver.account import alternatives
@@ -120,16 +166,6 @@ def optimize(
     if progress is not None:
         progress("capture", 0.0)
     captured = capture(model, example_inputs, loss_fn=loss_fn, mode=mode, precision=precision)
-    placements = _placements(captured.graph, pins, cluster.num_devices)
-    space = Space.of(captured.graph, placements)
-    limit = cluster.device.memory_bytes * (1.0 - memory_reserve)
-    pinned = _pinned(pins, placements)
-    search = Search(
-        space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress
-    )
-    search.run()
-    decision, figures = decide(search)
-    figures = replace(figures, alternatives=alternatives(search, top))
     settings = Settings(
         mode=mode,
         optimizer=optimizer,
@@ -137,8 +173,25 @@ def optimize(
         memory_reserve=memory_reserve,
         pins=pins.to_json(),
     )
-    setting = _setting(model, captured, space, cluster, settings, Profiles.of(cluster).digest)
-    return assemble(setting, decision, figures)
+    spaces: dict[tuple[tuple[str, str], ...], Space] = {}
+    for cluster in clusters:
+        limit = cluster.device.memory_bytes * (1.0 - memory_reserve)
+        try:
+            placements = _placements(captured.graph, pins, cluster.num_devices)
+            if placements not in spaces:
+                spaces[placements] = Space.of(captured.graph, placements)
+            space, pinned = spaces[placements], _pinned(pins, placements)
+            search = Search(
+                space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress
+            )
+            search.run()
+        except InfeasibleError as refused:
+            yield cluster, refused
+            continue
+        decision, figures = decide(search)
+        figures = replace(figures, alternatives=alternatives(search, top))
+        setting = _setting(model, captured, space, cluster, settings, Profiles.of(cluster).digest)
+        yield cluster, assemble(setting, decision, figures)
 
 
 def parallelize(

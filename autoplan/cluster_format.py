@@ -169,6 +169,22 @@ def known_clusters() -> tuple[str, ...]:
     return _known("clusters")
 
 
+def read_kind(kind: str) -> tuple[str, int, bool]:
+    """(device, most devices of a host, whether hosts are joined) of a shipped kind.
+
+    Raises:
+        ClusterError: There is no such kind.
+    """
+    if kind not in known_clusters():
+        raise ClusterError(
+            f"unknown kind of cluster {kind!r}: near {_near(kind, known_clusters())}; known kinds "
+            f"are {', '.join(known_clusters())}. Name one of those."
+        )
+    document = _shipped("clusters", kind, _Kind)
+    device = document.device if isinstance(document.device, str) else document.device.name
+    return device, document.devices_per_host, document.inter_host is not None
+
+
 def known_devices() -> tuple[str, ...]:
     """The shipped devices, as a cluster file may name them."""
     return _known("devices")

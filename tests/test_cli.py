@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +57,22 @@ def model_file(tmp_path: Path) -> str:
 class Planner:
     """Stands where autoplan.api and autoplan.cluster are imported late; keeps the last call."""
 
-    def __init__(self, outcome: Plan | BaseException) -> None:
+    def __init__(self, outcome: Any) -> None:
         self.outcome = outcome
         self.call: dict[str, Any] = {}
 
-    def optimize(self, model: Any, cluster: Any, inputs: Any, **rest: Any) -> Plan:
-        self.call = {"model": model, "cluster": cluster, "inputs": inputs, **rest}
+    def optimize_each(
+        self, model: Any, clusters: Any, inputs: Any, **rest: Any
+    ) -> Iterator[tuple[Any, Plan | InfeasibleError]]:
         print("progress that a library prints")
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
+        for cluster in clusters:
+            self.call = {"model": model, "cluster": cluster, "inputs": inputs, **rest}
+            outcome = (
+                self.outcome.get(cluster.name) if isinstance(self.outcome, dict) else self.outcome
+            )
+            if isinstance(outcome, BaseException) and not isinstance(outcome, InfeasibleError):
+                raise outcome
+            yield cluster, outcome
 
 
 @pytest.fixture
@@ -74,7 +80,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan | BaseException],
     def install(outcome: Plan | BaseException) -> Planner:
         fake = Planner(outcome)
         api = types.ModuleType("autoplan.api")
-        api.optimize = fake.optimize  # type: ignore[attr-defined]  # a module made by hand
+        api.optimize_each = fake.optimize_each  # type: ignore[attr-defined]  # a module made by hand
         api.Pins = lambda **pins: pins  # type: ignore[attr-defined]  # the same
         monkeypatch.setitem(sys.modules, "autoplan.api", api)
         monkeypatch.setitem(sys.modules, "autoplan.cluster", _fake_cluster())
@@ -131,7 +137,16 @@ def test_words_are_frozen() -> None:
             *("--stage-layers", "--placement", "--optimizer", "--precision", "--mode"),
             *("--memory-reserve", "--time-limit", "--top", "-o", "--output"),
         },
-        "show": {"file", "--stage", "--all"},
+        "size": {
+            *("function", "--device", "--kind", "--max-devices", "--tp", "-tp"),
+            *("--tensor-parallel-size", "--pp", "-pp", "--pipeline-parallel-size", "--dp", "-dp"),
+            *("--data-parallel-size", "--zero", "--num-microbatches", "--schedule", "--recompute"),
+            *("--no-recompute", "--stage-layers", "--placement", "--optimizer", "--precision"),
+            *("--mode", "--memory-reserve", "--time-limit", "--top", "-o", "--output"),
+        },
+        "show": {"file", "--stage", "--all", "--width"},
+        "draw": {"file", "-o", "--output", "--panel"},
+        "compare": {"files", "--all", "--width"},
         "explain": {"file", "name"},
         "validate": {"file", "--cluster"},
         "demo": {"--cluster", "--pins", "--steps", "-o", "--output"},

@@ -53,9 +53,10 @@ ROOMS: dict[str, set[str]] = {
     "measure": {"cluster", "costs"},
     "executor": {"graph", "placements", "plan", "capture", "sharding"},
     "render": {"placements", "schedule", "plan"},
+    "sizing": {"cluster", "plan"},
     "api": {*VOCABULARY, "plan", "costs", "solver", "capture", "executor"},
     "demo": {"cluster", "plan", "api"},
-    "cli": {*VOCABULARY, "plan", "costs", "render", "measure", "api", "demo"},
+    "cli": {*VOCABULARY, "plan", "costs", "render", "measure", "sizing", "api", "demo"},
     "__init__": {"cluster", "plan", "api"},
     "__main__": {"cli"},
 }
@@ -78,6 +79,7 @@ LATE: dict[tuple[str, str], set[str]] = {
     ("api", "*"): {"torch"},
     ("cli", "*"): set(),
     ("plan", "summary"): {"render"},
+    ("render", "draw_file"): {"render"},
     ("plan", "explain"): {"render"},
 }
 # packages that may be missing, or are dear to load: these rooms may import them inside functions

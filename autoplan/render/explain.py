@@ -15,9 +15,11 @@ from autoplan.errors import PlanError
 from autoplan.placements import parse_spec
 from autoplan.plan import ParameterPlan, Plan
 from autoplan.plan_estimates import Conversion
+from autoplan.render.blocks import conversion_block, is_inside, parameter_blocks, touches
 from autoplan.render.layout import (
     WIDTH,
     fold_labels,
+    fold_names,
     format_dtype,
     format_flow,
     format_shape,
@@ -26,14 +28,7 @@ from autoplan.render.layout import (
     number_ranges,
     wrap_lines,
 )
-from autoplan.render.text import (
-    alternative_name,
-    conversion_block,
-    is_inside,
-    parameter_blocks,
-    stage_blocks,
-    touches,
-)
+from autoplan.render.text import alternative_name, stage_blocks
 from autoplan.units import DTYPE_BYTES, format_bytes, format_seconds
 
 
@@ -50,13 +45,15 @@ def explain_text(plan: Plan, name: str) -> str:
     name = re.sub(r"\{(\d+)[^}]*\}", r"\1", name)  # a folded name from the page: its first block
     number = re.fullmatch(r"stage[ .]?(\d+)", name)
     if number:
-        return join_blocks([*stage_blocks(plan, int(number[1]), False, WIDTH), _runner_up(plan)])
+        index = int(number[1])
+        blocks = stage_blocks(plan, index, False, WIDTH)
+        return join_blocks([*blocks, _other_cut(plan, index), _other_layout(plan)])
     if name in plan.parameters:
         return join_blocks(_explain_parameter(plan, name))
     if name in plan.op_strategies:
         strategy = plan.strategies[plan.op_strategies[name]]
         text = f"{name}: {format_flow(strategy.inputs, strategy.outputs)}"
-        return join_blocks([text, _runner_up(plan)])
+        return join_blocks([text, _other_layout(plan)])
     inside = {n: p for n, p in plan.parameters.items() if is_inside(n, name)}
     buffers = {n for n in plan.buffers if is_inside(n, name)}
     conversions = [c for c in plan.conversions if touches(c, name)]
@@ -100,7 +97,7 @@ def _explain_parameter(plan: Plan, name: str) -> list[str]:
     module = name.rpartition(".")[0]
     near = [c for c in plan.conversions if touches(c, name) or touches(c, module)]
     blocks = [f"{name}\n" + format_table(rows, WIDTH, "  "), _here(near)]
-    return [*blocks, _runner_up(plan)]
+    return [*blocks, _other_placement(plan, name, p), _other_layout(plan)]
 
 
 def _pinned(plan: Plan) -> dict[str, object]:
@@ -127,29 +124,117 @@ def _explain_module(
     ]
     heading = f"{name}\n" + format_table([(k, v or "none") for k, v in rows], WIDTH, "  ")
     blocks = [heading, *parameter_blocks(plan, inside, False, WIDTH)]
-    return [*blocks, _here(conversions), _runner_up(plan)]
+    return [*blocks, _here(conversions), _other_placements(inside), _other_layout(plan)]
 
 
 def _near(label: str, name: str) -> bool:
     return is_inside(label, name) or is_inside(name, label)
 
 
-def _runner_up(plan: Plan) -> str:
+# ---- runners-up ----
+
+
+def _other_placement(plan: Plan, name: str, parameter: ParameterPlan) -> str:
+    """The next best layout of one parameter: what it would have cost, and when it would win."""
+    other = parameter.runner_up
+    if other is None:
+        return "runner-up: none kept; nothing else fits, or it is among the small ones"
+    zero = f", ZeRO {other.zero}" if other.zero else ""
+    costs = _costs(other.step_time_s, other.compute_s, other.communication_s)
+    text = (
+        f"runner-up: stored {other.spec}, used {other.used}{zero}: {costs}, "
+        f"{_signed_bytes(other.peak_memory_bytes)} at the peak, all else chosen anew"
+    )
+    when = _when(
+        other.step_time_s, other.compute_s, other.communication_s, other.peak_memory_bytes, plan
+    )
+    return "\n".join([*wrap_lines(text, WIDTH), *wrap_lines(f"it would win {when}", WIDTH)])
+
+
+def _other_placements(inside: dict[str, ParameterPlan]) -> str:
+    """The next best layout of each parameter of a module, the closest first; equal ones once."""
+    found = {n: p.runner_up for n, p in inside.items() if p.runner_up is not None}
+    folds = fold_names(found.items())
+    rows = [("runners-up of its parameters", "stored", "used", "a step", "at the peak")]
+    for fold in sorted(folds, key=lambda f: f.first.step_time_s):
+        r = fold.first
+        cells = (_signed_s(r.step_time_s), _signed_bytes(r.peak_memory_bytes))
+        rows.append((f"  {fold.pattern}", r.spec, r.used, *cells))
+    return format_table(rows, WIDTH) if folds else ""
+
+
+def _other_cut(plan: Plan, index: int) -> str:
+    """The next best cut beside a stage."""
+    other = plan.stages[index].runner_up
+    if other is None:
+        return "runner-up: no layer can change sides here"
+    here = [len(stage.layers) for stage in plan.stages]
+    moved = [s for s, (a, b) in enumerate(zip(here, other.stage_layers)) if a != b]
+    change = ", ".join(
+        f"{other.stage_layers[s]} layers on stage {s} (not {here[s]})" for s in moved
+    )
+    if other.step_time_s is None or other.peak_memory_bytes is None:
+        return "\n".join(wrap_lines(f"runner-up: {change}: {other.reason}", WIDTH))
+    text = (
+        f"runner-up: {change}: {_signed_s(other.step_time_s)} a step, "
+        f"{_signed_bytes(other.peak_memory_bytes)} at the peak"
+    )
+    return "\n".join(wrap_lines(text, WIDTH))
+
+
+def _other_layout(plan: Plan) -> str:
     """The best layout that lost, with the difference in seconds and bytes."""
+    e = plan.estimate
     for a in plan.alternatives:
         if a.step_time_s is None:
             continue
-        text = f"runner-up: {alternative_name(a)}, {_signed(a.step_time_s, plan)} a step"
+        extra_s = a.step_time_s - e.step_time_s
+        text = f"runner-up of the whole plan: {alternative_name(a)}, {_signed_s(extra_s)} a step"
+        extra = 0
         if a.peak_memory_bytes is not None:
-            extra = a.peak_memory_bytes - plan.estimate.peak_memory_bytes
-            text += f", {'+' if extra >= 0 else '-'}{format_bytes(abs(extra))} at the peak"
-        return "\n".join(wrap_lines(f"{text}; {a.reason}", WIDTH))
-    return "runner-up: none was priced"
+            extra = a.peak_memory_bytes - e.peak_memory_bytes
+            text += f", {_signed_bytes(extra)} at the peak"
+        lines = wrap_lines(f"{text}; {a.reason}", WIDTH)
+        if a.compute_s is not None and a.communication_s is not None:
+            compute_s = a.compute_s - e.compute_s
+            communication_s = a.communication_s - e.communication_s
+            when = _when(extra_s, compute_s, communication_s, extra, plan)
+            lines += wrap_lines(f"it would win {when}", WIDTH)
+        return "\n".join(lines)
+    return "runner-up of the whole plan: none was priced"
 
 
-def _signed(step_time_s: float, plan: Plan) -> str:
-    extra = step_time_s - plan.estimate.step_time_s
-    return f"{'+' if extra >= 0 else '-'}{format_seconds(abs(extra))}"
+def _costs(step_s: float, compute_s: float, communication_s: float) -> str:
+    parts = {"compute": compute_s, "communication": communication_s}
+    terms = ", ".join(f"{word} {_signed_s(s)}" for word, s in parts.items() if s)
+    return f"{_signed_s(step_s)} a step" + (f" ({terms})" if terms else "")
+
+
+def _when(
+    step_s: float, compute_s: float, communication_s: float, peak_bytes: int, plan: Plan
+) -> str:
+    """What would have to change for a runner-up to win, to first order: its differences scale with
+    the speed of the links, or the plan's own memory is not there.
+    """
+    if step_s <= 0:
+        return "if ties went the other way: the two take the same time"
+    own_s = step_s - communication_s  # of compute, and of waiting
+    if communication_s > 0 > own_s:
+        return f"if links were {communication_s / -own_s:.3g} x faster"
+    if own_s > 0 > communication_s:
+        return f"if links were {own_s / -communication_s:.3g} x slower"
+    if peak_bytes < 0:
+        peak = format_bytes(plan.estimate.peak_memory_bytes)
+        return f"if a device had less for the plan than the {peak} that this one takes"
+    return "under no change of links or memory alone: it is slower and needs no less memory"
+
+
+def _signed_s(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}"
+
+
+def _signed_bytes(size: int) -> str:
+    return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}"
 
 
 def _unknown_name(plan: Plan, name: str) -> str:

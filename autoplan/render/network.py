@@ -24,7 +24,8 @@ class HostTraffic:
 
     Attributes:
         hosts: Their numbers.
-        stages: Stage numbers on each of them, in rank order; None for an idle device.
+        stages: Stage of each device of the first of them, in rank order; None for an idle one.
+        stage_numbers: Every stage on any of them.
         inside: Bytes over links inside the host, all devices together, by axis.
         outside: Bytes that leave the host, by axis.
     """
@@ -33,6 +34,10 @@ class HostTraffic:
     stages: tuple[int | None, ...]
     inside: Sums = field(default_factory=dict)
     outside: Sums = field(default_factory=dict)
+    stage_numbers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.stage_numbers = tuple(sorted({s for s in self.stages if s is not None}))
 
 
 def host_traffic(plan: Plan) -> tuple[HostTraffic, ...]:
@@ -96,7 +101,9 @@ def _folded(hosts: list[HostTraffic]) -> tuple[HostTraffic, ...]:
             tuple(sorted((k, round(v)) for k, v in host.outside.items())),
         )
         if key in kinds:
-            kinds[key].hosts += host.hosts
+            known = kinds[key]
+            known.hosts += host.hosts
+            known.stage_numbers = tuple(sorted({*known.stage_numbers, *host.stage_numbers}))
         else:
             kinds[key] = host
     return tuple(kinds.values())

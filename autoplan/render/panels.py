@@ -353,20 +353,22 @@ def _draw_host(
     across = 4 if len(kind.stages) > 4 else len(kind.stages)
     rows = -(-len(kind.stages) // across)
     cell, tall = min(width * 0.8 / across, 0.08), min(0.24 / rows, 0.09)
+    alike = len({s for s in kind.stages if s is not None}) == len(kind.stage_numbers)
     for i, stage in enumerate(kind.stages):
         row, column = divmod(i, across)
         corner = (x + (column - across / 2) * cell, 0.42 - (row + 1) * tall)
-        colour = "w" if stage is None else colours.STAGES[stage % len(colours.STAGES)]
+        colour = colours.STAGES[stage % len(colours.STAGES)] if stage is not None and alike else "w"
         axes.add_patch(
             Rectangle(
                 corner, cell * 0.92, tall * 0.9, facecolor=colour, edgecolor=colours.INK, lw=0.4
             )
         )
-        text = "idle" if stage is None else str(stage)
+        text = "idle" if stage is None else str(stage) if alike else ""
         middle = (corner[0] + cell * 0.46, corner[1] + tall * 0.43)
         axes.text(*middle, text, ha="center", va="center", fontsize=TINY)
     below = 0.40 - rows * tall
-    axes.text(x, below, "stage of each device", ha="center", va="top", fontsize=TINY)
+    told = "stage of each device" if alike else f"stages {number_ranges(kind.stage_numbers)}"
+    axes.text(x, below, told, ha="center", va="top", fontsize=TINY)
 
 
 def _sums(axes: Axes, sums: dict[str, float], x: float, y: float, word: str) -> None:

@@ -7,17 +7,24 @@ public where `explain.py` shows them too. Not here: any number that the plan doe
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 from autoplan.errors import PlanError
-from autoplan.plan import ParameterPlan, Plan, StagePlan
-from autoplan.plan_estimates import Alternative, Conversion, MemoryEstimate
+from autoplan.plan import Plan, StagePlan
+from autoplan.plan_estimates import (
+    Alternative,
+    MemoryEstimate,
+)
+from autoplan.render.blocks import (
+    conversion_block,
+    op_block,
+    parameter_blocks,
+    runs_in,
+    touches,
+    traffic_block,
+)
+from autoplan.render.compare import price_per_step
 from autoplan.render.layout import (
     WIDTH,
-    Fold,
     fold_labels,
-    fold_names,
     format_dtype,
     format_flow,
     format_mesh,
@@ -30,7 +37,6 @@ from autoplan.render.layout import (
 )
 from autoplan.units import format_bytes, format_count, format_seconds
 
-MAX_CONVERSIONS = 10  # the dearest ones; `all` shows the rest
 MEMORY_TERMS = ("parameters", "gradients", "optimizer_state", "activations", "transient")
 
 
@@ -50,21 +56,23 @@ def render_text(
     """
     columns = width or WIDTH
     if stage is not None:
-        return join_blocks([_header(plan), *stage_blocks(plan, stage, all, columns)])
-    blocks = [_header(plan), _stage_table(plan, columns)]
+        return join_blocks([_header(plan, columns), *stage_blocks(plan, stage, all, columns)])
+    blocks = [_header(plan, columns), _stage_table(plan, columns)]
     blocks += parameter_blocks(plan, plan.parameters, all, columns)
+    blocks += [op_block(plan, plan.op_estimates, all, columns)]
     blocks += [conversion_block(plan.conversions, all, columns)]
+    blocks += [traffic_block(plan.stages, columns)]
     blocks += [_memory_block(plan, plan.stages[plan.estimate.peak_stage])]
     blocks += [_alternatives_block(plan, columns), _notes(plan, columns)]
     if all:
-        blocks += [_buffer_block(plan, columns), _op_block(plan, columns)]
+        blocks += [_buffer_block(plan, columns), _strategy_block(plan, columns)]
     return join_blocks(blocks)
 
 
 # ---- blocks of the page ----
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: Plan, width: int) -> str:
     model, cluster, estimate, schedule = plan.model, plan.cluster, plan.estimate, plan.schedule
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     microbatches = f"{schedule.num_microbatches} microbatch" + "es" * (
@@ -85,13 +93,27 @@ def _header(plan: Plan) -> str:
     sources = sorted(estimate.sources.items(), key=lambda item: (-item[1], item[0]))
     numbers = ", ".join(f"{share:.0%} {source}" for source, share in sources if share > 0)
     peak = f"{format_bytes(estimate.peak_memory_bytes)} of {format_bytes(cluster.memory_bytes)}"
+    error = "not known for this device"
+    if estimate.expected_error is not None:
+        error = f"{estimate.expected_error:.1%} ({estimate.expected_error_source})"
     lines = [
         f"{model.name} on {cluster.name}: {stages}, {layout}, {schedule.name}, {microbatches}",
         f"{', '.join(settings)}; {parameters}",
         f"step {format_seconds(estimate.step_time_s)} ({split} ms)",
-        f"peak {peak} on stage {estimate.peak_stage}   MFU {estimate.mfu:.1%}",
+        f"peak {peak} on stage {estimate.peak_stage}   MFU {estimate.mfu:.1%}   {_bubble(plan)}",
+        f"expected error of the step {error}",
     ]
-    return "\n".join([*lines, f"numbers, by share of time: {numbers}"] if numbers else lines)
+    lines += [f"numbers, by share of time: {numbers}"] if numbers else []
+    return "\n".join(line for text in lines for line in wrap_lines(text, width))
+
+
+def _bubble(plan: Plan) -> str:
+    """The share of the step in which an average device waits, and what that costs."""
+    e = plan.estimate
+    share = e.bubble_s / e.step_time_s if e.step_time_s else 0.0
+    text = f"bubble {share:.1%}"
+    price = price_per_step(plan)
+    return text if price is None else f"{text} = ${share * price:.3g} of ${price:.3g} a step"
 
 
 def _ms(time_s: float) -> str:
@@ -127,103 +149,6 @@ def _recompute(stage: StagePlan) -> str:
     if count in (0, len(stage.layers)):
         return "all" if count else "none"
     return f"{count} of {len(stage.layers)}"
-
-
-def _parameter_key(parameter: ParameterPlan) -> tuple[str, ...]:
-    flags = ([f"zero {parameter.zero}"] if parameter.zero else []) + (
-        [] if parameter.trainable else ["frozen"]
-    )
-    shape, dtype = format_shape(parameter.shape), format_dtype(parameter.dtype)
-    return shape, dtype, parameter.spec, parameter.used, " ".join(flags)
-
-
-def parameter_blocks(
-    plan: Plan, parameters: dict[str, ParameterPlan], all: bool, width: int
-) -> list[str]:
-    """One block per class of equal modules, in the order of their stages."""
-    if not parameters:
-        return []
-    keys = {name: _parameter_key(p) for name, p in parameters.items()}
-    if all:
-        folds = [Fold(name, (name,), keys[name]) for name in sorted(keys, key=natural_key)]
-    else:
-        folds = fold_names(keys.items())
-
-    def stages(fold: Fold[tuple[str, ...]]) -> tuple[int, ...]:
-        return tuple(sorted({s for name in fold.names for s in parameters[name].stages}))
-
-    folds.sort(key=lambda fold: stages(fold)[:1])
-    blocks: dict[tuple[str, tuple[int, ...]], list[tuple[str, ...]]] = {}
-    for fold in folds:
-        prefix = re.match(r"(.*?\{[^}]*\})\.", fold.pattern)
-        heading = prefix[1] if prefix else ""
-        name = fold.pattern.removeprefix(heading + ".") if heading else fold.pattern
-        blocks.setdefault((heading, stages(fold)), []).append((name, *fold.first))
-    title = ("parameters", "shape", "dtype", "stored", "used", "")
-    return [_parameter_table(title, blocks, width)]
-
-
-def _parameter_table(
-    title: tuple[str, ...],
-    blocks: dict[tuple[str, tuple[int, ...]], list[tuple[str, ...]]],
-    width: int,
-) -> str:
-    """The blocks as one table; a name too long for its column stands on a line of its own."""
-    rows = [title, *(row for block in blocks.values() for row in block)]
-    sizes = [max(len(row[i]) for row in rows) for i in range(1, len(title))]
-    room = max(width - sum(sizes) - 2 * len(sizes) - 2, 16)
-    size = min(max(len(row[0]) + 4 for row in rows), room)
-
-    def line(row: tuple[str, ...], indent: str) -> list[str]:
-        cells = [cell.ljust(n) for cell, n in zip(row[1:], sizes)]
-        name = indent + row[0]
-        if len(name) <= size:
-            return ["  ".join([name.ljust(size), *cells]).rstrip()]
-        return [name, "  ".join([" " * size, *cells]).rstrip()]
-
-    lines = line(title, "")
-    for (heading, stages), block in blocks.items():
-        where = f"stage {stages[0]}" if len(stages) == 1 else f"stages {number_ranges(stages)}"
-        lines.append(f"  {heading or 'once'} ({where if stages else 'unused'})")
-        for row in block:
-            lines += line(row, "    ")
-    return "\n".join(lines)
-
-
-def _conversion_key(conversion: Conversion) -> tuple[object, ...]:
-    c = conversion
-    return c.source, c.target, c.forward, c.backward, c.size_bytes, c.time_s, c.count
-
-
-def conversion_block(conversions: Sequence[Conversion], all: bool, width: int) -> str:
-    """The collectives, dearest first: where, from which layout to which, what runs in each pass."""
-    if not conversions:
-        return ""
-    named = [(c.module_path or c.value, _conversion_key(c)) for c in conversions]
-    examples = {key: c for c, (_, key) in zip(conversions, named)}
-    distinct: dict[tuple[str, tuple[object, ...]], int] = {}
-    for item in named:
-        distinct[item] = distinct.get(item, 0) + 1
-    folds = fold_names((name, (key, number)) for (name, key), number in distinct.items())
-    rows = []
-    for fold in folds:
-        key, number = fold.first
-        conversion = examples[key]
-        rows.append((fold.pattern, conversion, conversion.count * number * len(fold.names)))
-    rows.sort(key=lambda row: (-row[1].time_s * row[2], natural_key(row[0])))
-    shown = rows if all else rows[:MAX_CONVERSIONS]
-    lines = ["conversions (per microbatch, dearest first)"]
-    for name, c, count in shown:
-        price = f"{count} x {format_seconds(c.time_s)}"
-        flow = f"{c.source} -> {c.target}"
-        fits = len(name) + len(flow) + 5 <= width
-        lines += [f"  {name}   {flow}"] if fits else [f"  {name}", f"    {flow}"]
-        passes = f"forward {', '.join(c.forward) or '-'}; backward {', '.join(c.backward) or '-'}"
-        lines.append(format_table([(price, format_bytes(c.size_bytes), passes)], width, "    "))
-    if len(rows) > len(shown):
-        rest = sum(c.time_s * count for _, c, count in rows[len(shown) :])
-        lines.append(f"  and {len(rows) - len(shown)} more, {format_seconds(rest)}: show --all")
-    return "\n".join(lines)
 
 
 def _memory_block(plan: Plan, stage: StagePlan) -> str:
@@ -293,7 +218,7 @@ def _buffer_block(plan: Plan, width: int) -> str:
     return format_table(rows, width)
 
 
-def _op_block(plan: Plan, width: int) -> str:
+def _strategy_block(plan: Plan, width: int) -> str:
     if not plan.op_strategies:
         return ""
     rows = [("ops", "inputs -> outputs")]
@@ -344,22 +269,6 @@ def stage_blocks(plan: Plan, index: int, all: bool, width: int) -> list[str]:
     conversions = [c for c in plan.conversions if any(touches(c, label) for label in stage.layers)]
     blocks = [f"stage {index}\n" + format_table(rows, width, "  "), _memory_block(plan, stage)]
     blocks += parameter_blocks(plan, parameters, all, width)
-    return [*blocks, conversion_block(conversions, all, width)]
-
-
-def is_inside(name: str, prefix: str) -> bool:
-    """Whether a dotted name is the prefix or below it."""
-    return bool(prefix) and (name == prefix or name.startswith(prefix + "."))
-
-
-def touches(conversion: Conversion, name: str) -> bool:
-    """Whether a conversion is of this value or inside this module; one that stands for several
-    equal ones does so for the same place in every block."""
-    places = (conversion.value, conversion.module_path)
-    if conversion.count > 1:
-        return any(is_inside(_unnumbered(place), _unnumbered(name)) for place in places)
-    return any(is_inside(place, name) for place in places)
-
-
-def _unnumbered(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    ops = [op for op in plan.op_estimates if runs_in(op, stage)]
+    blocks += [op_block(plan, ops, all, width), conversion_block(conversions, all, width)]
+    return [*blocks, traffic_block((stage,), width)]

@@ -22,6 +22,8 @@ from autoplan.solver.inter_op import StageAssignment
 from autoplan.solver.layers import Layers
 from autoplan.units import format_seconds
 
+ROUNDING = 1e-9  # share of a step that sums of its parts may differ by
+
 
 class NotFasterError(InfeasibleError):
     """A candidate cannot beat the best one, however much memory it had: it would take `step_s`."""
@@ -106,11 +108,12 @@ class Priced:
         passes = sum(p.forward_s + p.backward_s - p.communication_s for p in self.prices)
         optimizer = sum(p.optimizer_s for p in self.prices) / pp
         compute = passes * m / pp
+        rest = self.step_s - compute - communication - optimizer
         return {
             "compute": compute,
             "communication": communication,
             "optimizer": optimizer,
-            "bubble": max(self.step_s - compute - communication - optimizer, 0.0),
+            "bubble": rest if rest > ROUNDING * self.step_s else 0.0,
         }
 
     @property

@@ -148,7 +148,8 @@ def test_explain_a_parameter() -> None:
     assert "ZeRO    level 3" in text
     assert "pinned  model.layers.*.mlp.up_proj.weight = S(0)S(0)" in text
     assert "all-gather dp; backward reduce-scatter dp" in text  # its class's, listed at layer 0
-    assert "runner-up: dp=4 tp=2 pp=2" in text
+    assert "runner-up of the whole plan: dp=4 tp=2 pp=2" in text
+    text = " ".join(text.split())
     assert "+18.3 ms a step, +5.00 GiB" in text
     tied = explain_text(llama_plan(), "lm_head.weight")
     assert "one tensor  with model.embed_tokens.weight" in tied
@@ -171,7 +172,7 @@ def test_explain_says_when_no_alternative_was_priced() -> None:
     plan = llama_plan()
     refused: tuple[Alternative, ...] = plan.alternatives[1:]
     plan = msgspec.structs.replace(plan, alternatives=refused)
-    assert "runner-up: none was priced" in explain_text(plan, "lm_head.weight")
+    assert "runner-up of the whole plan: none was priced" in explain_text(plan, "lm_head.weight")
 
 
 def test_explain_offers_near_names() -> None:
