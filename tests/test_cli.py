@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from sample_plans import llama_plan, mlp_plan
@@ -438,3 +439,108 @@ def test_t12_11_validate_as_a_process_executes_nothing(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["valid"] is True
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not {"trap", "torch"} & imported
+
+
+def test_several_clusters_are_compared_and_saved_each(
+    planner: Callable[..., Planner], model_file: str, tmp_path: Path
+) -> None:
+    quick = msgspec.structs.replace(
+        llama_plan(), estimate=msgspec.structs.replace(llama_plan().estimate, step_time_s=0.1)
+    )
+    planner({"dgx-h100-2x8": quick, "dgx-a100-2x8": llama_plan()})
+    arguments = ["plan", f"{model_file}:build", "--cluster", "dgx-a100-2x8"]
+    arguments += ["--cluster", "dgx-h100-2x8", "-o", str(tmp_path / "plan.json")]
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert "B  dgx-h100-2x8   <- fastest" in result.stdout
+    saved = sorted(p.name for p in tmp_path.glob("*.json"))
+    assert saved == ["plan.dgx-a100-2x8.json", "plan.dgx-h100-2x8.json"]
+    assert json.loads(run(*arguments, "--json").stdout)["fastest"] == "dgx-h100-2x8"
+
+
+def test_one_of_several_clusters_may_refuse(
+    planner: Callable[..., Planner], model_file: str
+) -> None:
+    refusal = InfeasibleError("needs 90.00 GiB on each device")
+    planner({"dgx-h100-2x8": llama_plan(), "dgx-a100-2x8": refusal})
+    clusters = ["--cluster", "dgx-a100-2x8", "--cluster", "dgx-h100-2x8"]
+    result = run("plan", f"{model_file}:build", *clusters)
+    assert result.exit_code == 0
+    assert "dgx-a100-2x8 does not fit: needs 90.00 GiB" in result.stdout
+    planner({"dgx-h100-2x8": refusal, "dgx-a100-2x8": refusal})
+    both = run("plan", f"{model_file}:build", *clusters)
+    assert (both.exit_code, both.stdout) == (3, "")
+    assert "error: needs 90.00 GiB" in both.stderr
+
+
+def test_draw_writes_the_file_and_says_so(saved: str, tmp_path: Path) -> None:
+    target = tmp_path / "step.trace.json"
+    result = run("draw", saved, "-o", str(target))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert json.loads(target.read_text())["traceEvents"]
+    document = json.loads(run("draw", saved, "-o", str(target), "--json").stdout)
+    assert document == {"output": str(target), "size_bytes": target.stat().st_size}
+
+
+@pytest.mark.parametrize("command", ["show", "draw", "compare", "explain", "validate"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "schema_version is missing"),
+        ('{"schema_version": 99}', "99 is newer"),
+        ('{"schema_version": 2, "model": {"na', "truncated"),
+        ("not a plan", "not JSON"),
+        (None, "Is a directory"),
+    ],
+)
+def test_what_is_no_plan_is_refused_in_one_line(
+    command: str, content: str | None, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    path.mkdir() if content is None else path.write_text(content)
+    output = tmp_path / "out.png"
+    rest = {"draw": ["-o", str(output)], "compare": [str(path)], "explain": ["stage 0"]}
+    assert_error(run(command, str(path), *rest.get(command, [])), 2, words)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("name", ["missing/plan.png", "missing/plan.trace.json", "plan.gif"])
+def test_unwritable_drawings_are_refused_in_one_line(saved: str, name: str, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert_error(run("draw", saved, "-o", str(tmp_path / name)), 2, name)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_compare_prints_a_page_or_data(saved: str) -> None:
+    other = saved.replace("plan.json", "other.json")
+    Path(other).write_text(Path(saved).read_text())
+    assert "every parameter is placed alike" in run("compare", saved, other).stdout
+    document = json.loads(run("compare", saved, other, "--json").stdout)
+    assert (document["same_model"], document["placements"]) == (True, {})
+    assert_error(run("compare", saved), 2, "one plan to compare")
+
+
+def test_size_climbs_until_it_fits(monkeypatch: pytest.MonkeyPatch, model_file: str) -> None:
+    calls: list[int] = []
+
+    def optimize_each(model: Any, clusters: Any, inputs: Any, **rest: Any) -> Iterator[Any]:
+        for cluster in clusters:
+            calls.append(cluster.num_devices)
+            fits = cluster.num_devices >= 4
+            yield cluster, llama_plan() if fits else InfeasibleError("needs 90.00 GiB")
+
+    api = types.ModuleType("autoplan.api")
+    api.optimize_each = optimize_each  # type: ignore[attr-defined]  # a module made by hand
+    api.Pins = lambda **pins: pins  # type: ignore[attr-defined]  # the same
+    monkeypatch.setitem(sys.modules, "autoplan.api", api)
+    result = run("size", f"{model_file}:build", "--device", "h100-80g", "--max-devices", "8")
+    assert result.exit_code == 0
+    assert calls == [1, 2, 4, 3, 8]
+    assert "smallest: 4 devices (dgx-h100-1x4)" in result.stdout
+    assert "8 devices: fits" in result.stderr
+    document = json.loads(run("size", f"{model_file}:build", "--kind", "dgx-h100", "--json").stdout)
+    assert (document["kind"], document["smallest"]) == ("dgx-h100", "dgx-h100-1x4")
+    assert_error(run("size", f"{model_file}:build"), 2, "one of --device and --kind")
+    few = run("size", f"{model_file}:build", "--device", "h100-80g", "--max-devices", "2")
+    assert few.exit_code == 3
+    assert "nothing up to 2 devices of dgx-h100 is enough: needs 90.00 GiB" in few.stderr

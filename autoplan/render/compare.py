@@ -138,7 +138,7 @@ def _recomputed(plan: Plan) -> str:
 
 def _stage_layers(plan: Plan) -> str:
     counts = [len(stage.layers) for stage in plan.stages]
-    return str(counts[0]) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
+    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
 
 
 def money(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 """A plan as a picture: `draw_plan` writes PNG, SVG or PDF, all four panels or one.
 
 In comes a Plan and a path, out goes a file, whole or not at all. matplotlib is loaded here and in
-`panels.py` alone, and only for these formats. The same plan gives the same bytes.
+`panels/` alone, and only for these formats. The same plan gives the same bytes.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ def sizes_text(sizes: Sequence[SizeRow], width: int | None = None) -> str:
     blocks = [format_table(table, width or WIDTH)]
     devices = {size.cluster: size.devices for size in sizes}
     best = {"smallest": next(iter(plans)), "fastest": fastest(plans), "cheapest": cheapest(plans)}
-    told = [f"{w}: {devices[n]} devices ({n})" for w, n in best.items() if n is not None]
+    told = [f"{w}: {_counted(devices[n])} ({n})" for w, n in best.items() if n is not None]
     blocks.append("\n".join(told))
     refused = [size for size in sizes if size.plan is None]
     if refused:
-        row = (f"{refused[-1].devices} devices:", refused[-1].reason)
+        row = (f"{_counted(refused[-1].devices)}:", refused[-1].reason)
         blocks.append(format_table([row], width or WIDTH))
     return join_blocks(blocks)
 
@@ -62,6 +62,10 @@ def _row(size: SizeRow, plans: dict[str, Plan]) -> tuple[str, ...]:
         format_bytes(plan.estimate.peak_memory_bytes),
         money(plan),
     )
+
+
+def _counted(devices: int) -> str:
+    return f"{devices} device" + "s" * (devices != 1)
 
 
 def sizes_data(sizes: Sequence[SizeRow]) -> dict[str, object]:
