@@ -54,6 +54,7 @@ _BATCH_NORMS = frozenset(
         "aten.cudnn_batch_norm.default",
     }
 )
+_SYNONYMS = {"aten.min.other": "aten.minimum.default", "aten.max.other": "aten.maximum.default"}
 IGNORE_INDEX = -100
 
 
@@ -111,6 +112,12 @@ class _Rewriter:
             self.cross_entropy(op)
         elif target == "aten.index.Tensor":
             self.index(op)
+        elif target == "aten.copy.default":
+            self.copy(op)
+        elif target == "aten.type_as.default":
+            self.cast(op, op.inputs[0], op.outputs[0])
+        elif target in _SYNONYMS:
+            self.emit(_replace(op, target=_SYNONYMS[target]))
         else:
             self.emit(op)
 
@@ -131,6 +138,33 @@ class _Rewriter:
                         arguments=arguments,
                     )
                 )
+
+    def copy(self, op: Op) -> None:
+        """An assignment to a whole tensor is its source, cast and expanded: `aten.copy` has no
+        derivative.
+        """
+        slot = op.arguments["src"]
+        assert isinstance(slot, Ref), "the source is a tensor"
+        result, source = op.outputs[0], op.inputs[slot.index]
+        if self.meta(source).shape == self.meta(result).shape:
+            self.cast(op, source, result)
+            return
+        narrow = f"{result}.source"
+        meta = TensorMeta(self.meta(source).shape, self.meta(result).dtype)
+        carries = self.values[source].requires_grad and meta.is_floating
+        self.values[narrow] = Value(narrow, meta, "activation", carries)
+        self.cast(_replace(op, name=narrow), source, narrow)
+        self.broadcast(_replace(op, inputs=(self.alias.get(narrow, narrow),)))
+
+    def cast(self, op: Op, source: str, result: str) -> None:
+        """`result` is `source` in result's own dtype."""
+        dtype = self.meta(result).dtype
+        if self.meta(source).dtype == dtype:
+            self.alias[result] = source
+            return
+        arguments = {"self": Ref(0), "dtype": dtype}
+        made = _replace(op, target="aten._to_copy.default", arguments=arguments)
+        self.emit(_replace(made, inputs=(source,), outputs=(result,)))
 
     def reshape(self, op: Op) -> None:
         shape = self.meta(op.outputs[0]).shape

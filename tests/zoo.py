@@ -70,7 +70,7 @@ class Row:
         dtype: The coarsest that values with gradients are computed in.
         plan: Degrees, microbatches and schedule of what ran.
         loss, gradient: Largest relative errors, "" where nothing ran.
-        reason: What refused, differed or broke.
+        reason: What refused, differed or broke; of what is equal, why its batch was not cut.
     """
 
     name: str
@@ -98,17 +98,26 @@ class KeepDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def prepare(entry: Entry) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The entry's model on the CPU in float64, all weights random, and its batch."""
+def prepare(entry: Entry, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The entry's model on the CPU in a dtype, all weights random, and its batch; it has run once.
+
+    Raises:
+        Exception: Whatever transformers raises, and ValueError if it gives no finite loss.
+    """
     model, inputs = entry.build("cpu")
-    model = model.double()
+    model = model.to(dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.is_floating_point():
                 noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
                 weight.add_(noise, alpha=NOISE)
-    return model, {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        loss = model(**inputs)["loss"]
+    if loss is None or not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss is {loss}")
+    return model, inputs
 
 
 def coarsest(graph: Graph) -> str:
@@ -146,11 +155,10 @@ def _or_infinite(error: float) -> float:
 def rows_of(entry: Entry, layouts: tuple[str, ...], exact: bool = False) -> Iterator[Row]:
     """One device first, then every layout."""
     try:
-        model, inputs = prepare(entry)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            loss = model(**inputs)["loss"]
-        if loss is None or not bool(torch.isfinite(loss)):
-            raise ValueError(f"the loss is {loss}")
+        try:
+            model, inputs = prepare(entry, torch.float64)
+        except RuntimeError:  # a kernel without float64, as the grouped product
+            model, inputs = prepare(entry, torch.float32)
     except Exception as error:  # whatever an architecture raises is its own
         yield Row(entry.name, ONE, "fails", reason=_line(error))
         return
@@ -181,7 +189,7 @@ def _row(
     dtype = coarsest(captured.graph)
     world, degrees = LAYOUTS[layout]
     try:
-        plan = _plan(model, inputs, captured, world, degrees)
+        plan, whole = _plan(model, inputs, captured, world, degrees)
     except autoplan.AutoplanError as error:
         return Row(entry.name, layout, "refused", dtype, reason=_line(error))
     except Exception as error:  # everything else that planning raises is a defect
@@ -201,7 +209,7 @@ def _row(
     good = max(loss, gradient) <= TOLERANCE[dtype][0]
     return Row(
         entry.name, layout, "equal" if good else "wrong", dtype, shape,
-        f"{loss:.0e}", f"{gradient:.0e}", "" if good else f"gradient of {name}",
+        f"{loss:.0e}", f"{gradient:.0e}", whole if good else f"gradient of {name}",
     )  # fmt: skip
 
 
@@ -211,19 +219,20 @@ def _plan(
     captured: Captured,
     world: int,
     degrees: dict[str, int],
-) -> Plan:
+) -> tuple[Plan, str]:
     """The plan for a layout, from what is captured already; with one microbatch where the batch
-    cannot be cut.
+    cannot be cut, and then why.
     """
     with patch("autoplan.capture.capture", lambda *_, **__: captured):
         try:
             pins = autoplan.Pins(**degrees)  # type: ignore[arg-type]
-            return autoplan.optimize(model, slow_cluster(world), inputs, pins=pins)
-        except autoplan.InfeasibleError:
+            return autoplan.optimize(model, slow_cluster(world), inputs, pins=pins), ""
+        except autoplan.InfeasibleError as error:
             if "num_microbatches" not in degrees:
                 raise
             pins = autoplan.Pins(**{**degrees, "num_microbatches": 1})  # type: ignore[arg-type]
-            return autoplan.optimize(model, slow_cluster(world), inputs, pins=pins)
+            plan = autoplan.optimize(model, slow_cluster(world), inputs, pins=pins)
+            return plan, _line(error)
 
 
 def _line(error: BaseException) -> str:
@@ -398,7 +407,10 @@ def main() -> int:
         for row in rows:
             table[row.name, row.layout] = row
             errors = f"{row.dtype} loss {row.loss} gradients {row.gradient}" if row.loss else ""
-            print(f"{row.name:36} {row.layout:7} {row.outcome:8} {row.plan} {errors} {row.reason}")
+            print(
+                f"{row.name:36} {row.layout:7} {row.outcome:8} {row.plan} {errors} {row.reason}",
+                flush=True,
+            )
         print(f"-- {done}/{len(entries)}, {time.perf_counter() - start:.0f} s", flush=True)
         if not options.exact and options.size == "tiny":
             write_table(table)
