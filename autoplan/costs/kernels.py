@@ -265,6 +265,26 @@ def _matmul_backward(call: _Call) -> _Kernels:
     return tuple(kernels)
 
 
+def _grouped_mm(call: _Call) -> _Kernels:
+    """The products, and a pass each that sorts the rows of the groups held here and puts the
+    results back among zeros.
+    """
+    return (*_matmul(call), *_sorting(call))
+
+
+def _grouped_mm_backward(call: _Call) -> _Kernels:
+    """As forward: the gradient is sorted, and the rows' is put back."""
+    return (*_matmul_backward(call), *_sorting(call))
+
+
+def _sorting(call: _Call) -> _Kernels:
+    p = product_of(call.op, call.inputs, call.out)
+    assert p is not None, "a grouped product has its sizes"
+    width = DTYPE_BYTES[call.out.dtype]
+    moved = 2.0 * p.m * (p.k + p.n) * width + call.out.size_bytes
+    return (_memory(moved, 0, call.out.dtype),)
+
+
 # -- convolution and attention ---------------------------------------------------------------------
 
 
@@ -405,6 +425,7 @@ _ROWS: tuple[tuple[str, _Rule, _Rule], ...] = (
     ("_assert_tensor_metadata _assert_async", _none, _none),
     ("mm bmm mv dot matmul addmm addmv baddbmm linear einsum transformers.grouped_mm_fallback",
      _matmul, _matmul_backward),
+    ("autoplan.grouped_mm", _grouped_mm, _grouped_mm_backward),
     ("convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
      _convolution, _convolution_backward),
     ("scaled_dot_product_attention", _attention, _attention_backward),

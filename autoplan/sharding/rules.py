@@ -11,6 +11,7 @@ together, so a mesh axis may be assigned one letter, and every layout of the op 
     per part linear(i j)    a Partial in operands i and j together passes through
     completes(c)   the op's local form itself finishes the reduction over c, with a collective of
     its own
+    contiguous(e)  e is split in one block only: the local form needs to know where its part starts
 
 A dim may be a product of factors, left to right, as in a reshape: `(b s) -> b s`. Splitting a
 factor that is not leftmost is a split in blocks (`placements.Shard.blocks`). Ops whose factors
@@ -53,6 +54,8 @@ _TABLE: dict[str, str] = {
     "autoplan.dropout": "pointwise",
     "view_as_complex": "b* c^ -> b*; linear(0)",
     "view_as_real": "b* -> b* c^; linear(0)",
+    # a row meets the matrix of its own group e; with e split, rows of other ranks' groups give zero
+    "autoplan.grouped_mm": "r k, e k n, r -> r n; contiguous(e)",
     "conv1d": "n c l^, o c k^, o? -> n o m^; additive(2)",
     "conv2d": "n c h^ w^, o c k^ j^, o? -> n o y^ x^; additive(2)",
     "conv3d": "n c d^ h^ w^, o c i^ k^ j^, o? -> n o z^ y^ x^; additive(2)",
@@ -82,7 +85,7 @@ def find_rule(op: Op, graph: Graph) -> OpRule | None:
     """
     inputs = tuple(graph.values[name].meta for name in op.inputs)
     outputs = tuple(graph.values[name].meta if name else None for name in op.outputs)
-    return _resolve(op, inputs, outputs)
+    return resolve(op, inputs, outputs)
 
 
 def kept_whole(op: Op, graph: Graph) -> OpRule:
@@ -97,9 +100,12 @@ def kept_whole(op: Op, graph: Graph) -> OpRule:
     return OpRule(inputs, outputs)
 
 
-def _resolve(
+def resolve(
     op: Op, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]
 ) -> OpRule | None:
+    """The rule of an op whose tensors have these metas (None: an output that nobody uses), or
+    None.
+    """
     family = _family(op.target)
     resolver: Resolver | None = RESOLVERS.get(family)
     if resolver is not None:
@@ -121,6 +127,7 @@ class _Parsed:
     additive: frozenset[int]
     linear: tuple[frozenset[int], ...]
     completes: frozenset[str]
+    contiguous: frozenset[str]
 
 
 @cache
@@ -148,6 +155,7 @@ def _parse(text: str) -> _Parsed:
         additive=numbers.get("additive", frozenset()),
         linear=(numbers["linear"],) if "linear" in numbers else (),
         completes=frozenset(found.get("completes", "").split()),
+        contiguous=frozenset(found.get("contiguous", "").split()),
     )
 
 
@@ -172,6 +180,7 @@ def _from_text(
         linear=parsed.linear,
         additive=parsed.additive & frozenset(range(len(inputs))),
         completes=parsed.completes,
+        contiguous=parsed.contiguous,
     )
 
 
