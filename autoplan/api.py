@@ -103,7 +103,8 @@ def optimize(
         progress: Called with (what, share done).
 
     Raises:
-        CaptureError: The model cannot be captured.
+        CaptureError: The model cannot be captured, or an op that is not cheap has no rule
+            (UnsupportedOpError).
         InfeasibleError: No plan fits memory, sizes and pins.
         ValueError: An argument is not one of those named here.
     """
@@ -122,6 +123,7 @@ def optimize(
     captured = capture(model, example_inputs, loss_fn=loss_fn, mode=mode, precision=precision)
     placements = _placements(captured.graph, pins, cluster.num_devices)
     space = Space.of(captured.graph, placements)
+    space.check_rules()
     limit = cluster.device.memory_bytes * (1.0 - memory_reserve)
     pinned = _pinned(pins, placements)
     search = Search(

@@ -46,8 +46,8 @@ class KnownValues(TorchFunctionMode):
     """Answers questions to tensors whose values follow from shapes and constants alone.
 
     Args:
-        device: Where the model's tensors are; factories called without a device make theirs there
-            if that is meta, where tensors of two devices do not meet.
+        device: Where the model's tensors are. If that is meta, factories called without a device
+            make theirs there too: on a real device they would meet.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -78,6 +78,8 @@ class KnownValues(TorchFunctionMode):
         on_meta = self.device is not None and self.device.type == "meta"
         if on_meta and name in _FACTORIES - {"tensor"} | _DRAWS and not _tensors(args):
             given["device"] = self.device if given.get("device") is None else given["device"]
+        if on_meta and name == "type" and isinstance(args[-1], torch.dtype):
+            return args[0].to(args[1])  # Tensor.type takes a meta tensor to the CPU
         result = func(*args, **given)
         if name != "__get__":
             self.follow(func, name, args, given, result)
