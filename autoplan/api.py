@@ -185,6 +185,42 @@ def parallelize(
     return ParallelModule(model, captured, plan, buffers or {})
 
 
+def register_rule(op: str, rule: str, *, example: tuple[object, ...] | None = None) -> None:
+    """Says how a custom op may be split: autoplan.register_rule("mylib::op", "b* k, k n -> b* n").
+
+    The rule names the dims of the op's tensors in letters, as einsum does; dims of one letter
+    belong together (`b*`: any number of leading dims; `k^`: never split; `n?`: an operand that may
+    be absent; "pointwise" where all dims do; marks after a semicolon, such as `additive(2)` for a
+    bias, as in the table of sharding/rules.py). A letter that the result lacks is summed over. The
+    op is tried at once in numbers: on the parts of two and of four pretend ranks, values and
+    gradients.
+
+    A rule holds for this process. Register it in every process that plans or runs the model: a
+    plan whose rules are not all there is refused.
+
+    Args:
+        op: "namespace::name", callable on the CPU.
+        rule: The letters of its operands and results.
+        example: Small arguments to try it with, on the CPU; by default random float64 tensors.
+
+    Raises:
+        ValueError: The op has a rule, cannot be called so, or the parts do not make up the whole:
+            the message shows the first number that differs.
+    """
+    from autoplan.executor.rule_trial import try_rule
+    from autoplan.sharding.rules import register, unregister
+
+    if op.count("::") != 1:
+        raise ValueError(f"op {op!r} is not written 'namespace::name'.")
+    target = op.replace("::", ".")
+    register(target, rule)
+    try:
+        try_rule(target, rule, example)
+    except ValueError:
+        unregister(target)
+        raise
+
+
 def _check(mode: str, optimizer: str, memory_reserve: float, pins: Pins) -> None:
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not known. Use one of {', '.join(MODES)}.")

@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "measure": {"cluster", "costs"},
     "executor": {"graph", "placements", "plan", "capture", "sharding"},
     "render": {"placements", "schedule", "plan"},
-    "api": {*VOCABULARY, "plan", "costs", "solver", "capture", "executor"},
+    "api": {*VOCABULARY, "plan", "sharding", "costs", "solver", "capture", "executor"},
     "demo": {"cluster", "plan", "api"},
     "cli": {*VOCABULARY, "plan", "costs", "render", "measure", "api", "demo"},
     "__init__": {"cluster", "plan", "api"},

@@ -53,7 +53,7 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, device: torch.device | None) -> None:
         super().__init__()
         self.device = device
-        self.known: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call] # torch's
+        self.known: Any = WeakTensorKeyDictionary()
         self.stale: set[int] = set()
 
     def __torch_function__(
@@ -105,7 +105,7 @@ class KnownValues(TorchFunctionMode):
         operands = _tensors((args, kwargs))
         if not results and name not in _WRITES:
             return
-        if any(r.numel() > MAX_ELEMENTS for r in results):
+        if any(not _is_small(r) for r in results):
             self.forget(operands)
         elif name in _FILLS:
             self.note(results[0], _full(results[0], _FILLS[name]))
@@ -169,8 +169,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _is_small(tensor: Tensor) -> bool:
+    """Whether its size is known and at most MAX_ELEMENTS."""
+    return all(isinstance(s, int) for s in tensor.shape) and tensor.numel() <= MAX_ELEMENTS
+
+
 def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 def _in_place(name: str) -> bool:
