@@ -7,7 +7,7 @@
 Importing this loads no torch; `optimize` and `parallelize` do.
 """
 
-from autoplan.api import Pins, optimize, parallelize
+from autoplan.api import Pins, optimize, parallelize, register_rule
 from autoplan.cluster import Cluster
 from autoplan.errors import (
     AutoplanError,
@@ -35,4 +35,5 @@ __all__ = [
     "UnsupportedOpError",
     "optimize",
     "parallelize",
+    "register_rule",
 ]

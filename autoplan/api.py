@@ -103,7 +103,8 @@ def optimize(
         progress: Called with (what, share done).
 
     Raises:
-        CaptureError: The model cannot be captured.
+        CaptureError: The model cannot be captured, or an op that is not cheap has no rule
+            (UnsupportedOpError).
         InfeasibleError: No plan fits memory, sizes and pins.
         ValueError: An argument is not one of those named here.
     """
@@ -180,6 +181,7 @@ def optimize_each(
             placements = _placements(captured.graph, pins, cluster.num_devices)
             if placements not in spaces:
                 spaces[placements] = Space.of(captured.graph, placements)
+                spaces[placements].check_rules()
             space, pinned = spaces[placements], _pinned(pins, placements)
             search = Search(
                 space, cluster, pinned, mode == "train", optimizer, limit, time_limit_s, progress
@@ -234,6 +236,42 @@ def parallelize(
             f"Plan again, or load the planned model."
         )
     return ParallelModule(model, captured, plan, buffers or {})
+
+
+def register_rule(op: str, rule: str, *, example: tuple[object, ...] | None = None) -> None:
+    """Says how a custom op may be split: autoplan.register_rule("mylib::op", "b* k, k n -> b* n").
+
+    The rule names the dims of the op's tensors in letters, as einsum does; dims of one letter
+    belong together (`b*`: any number of leading dims; `k^`: never split; `n?`: an operand that may
+    be absent; "pointwise" where all dims do; marks after a semicolon, such as `additive(2)` for a
+    bias, as in the table of sharding/rules.py). A letter that the result lacks is summed over. The
+    op is tried at once in numbers: on the parts of two and of four pretend ranks, values and
+    gradients.
+
+    A rule holds for this process. Register it in every process that plans or runs the model: a
+    plan whose rules are not all there is refused.
+
+    Args:
+        op: "namespace::name", callable on the CPU.
+        rule: The letters of its operands and results.
+        example: Small arguments to try it with, on the CPU; by default random float64 tensors.
+
+    Raises:
+        ValueError: The op has a rule, cannot be called so, or the parts do not make up the whole:
+            the message shows the first number that differs.
+    """
+    from autoplan.executor.rule_trial import try_rule
+    from autoplan.sharding.rules import register, unregister
+
+    if op.count("::") != 1:
+        raise ValueError(f"op {op!r} is not written 'namespace::name'.")
+    target = op.replace("::", ".")
+    register(target, rule)
+    try:
+        try_rule(target, rule, example)
+    except ValueError:
+        unregister(target)
+        raise
 
 
 def _check(mode: str, optimizer: str, memory_reserve: float, pins: Pins) -> None:

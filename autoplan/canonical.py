@@ -11,14 +11,19 @@
   count (DESIGN 8).
 - `autoplan.index`: advanced indexing in which an index is `arange` over a whole dim, so that this
   dim can be split.
+- `autoplan.grouped_mm`: rows times the matrix of their group, in their own order
+  (`canonical_rows.py`).
+- new_zeros and kin take nothing from their tensor but its dtype: they are zeros and kin.
 Ops that nothing uses are dropped. In and out are Graphs; no torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
+from autoplan.canonical_rows import unsort
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
 
 _IDENTITIES = frozenset(
@@ -54,6 +59,8 @@ _BATCH_NORMS = frozenset(
         "aten.cudnn_batch_norm.default",
     }
 )
+_SYNONYMS = {"aten.min.other": "aten.minimum.default", "aten.max.other": "aten.maximum.default"}
+_NEW = frozenset(f"aten.new_{name}.default" for name in ("zeros", "ones", "full", "empty"))
 IGNORE_INDEX = -100
 
 
@@ -62,7 +69,7 @@ def canonicalize(graph: Graph) -> Graph:
     rewriter = _Rewriter(graph)
     for op in graph.ops:
         rewriter.visit(op)
-    return rewriter.finish()
+    return prune(unsort(prune(rewriter.finish())))
 
 
 class _Rewriter:
@@ -111,8 +118,24 @@ class _Rewriter:
             self.cross_entropy(op)
         elif target == "aten.index.Tensor":
             self.index(op)
+        elif target == "aten.copy.default":
+            self.copy(op)
+        elif target == "aten.type_as.default":
+            self.cast(op, op.inputs[0], op.outputs[0])
+        elif target in _SYNONYMS:
+            self.emit(_replace(op, target=_SYNONYMS[target]))
+        elif target in _NEW:
+            self.new(op)
         else:
             self.emit(op)
+
+    def new(self, op: Op) -> None:
+        """A factory that borrows a tensor's dtype, with the dtype written out."""
+        arguments = {k: v for k, v in op.arguments.items() if k != "self"}
+        arguments["dtype"] = self.meta(op.outputs[0]).dtype
+        family = op.target.removeprefix("aten.new_").removesuffix(".default")
+        overload = "memory_format" if family == "empty" else "default"
+        self.emit(_replace(op, target=f"aten.{family}.{overload}", inputs=(), arguments=arguments))
 
     def broadcast(self, op: Op) -> None:
         """One expand per tensor; those that have the common shape are themselves."""
@@ -131,6 +154,33 @@ class _Rewriter:
                         arguments=arguments,
                     )
                 )
+
+    def copy(self, op: Op) -> None:
+        """An assignment to a whole tensor is its source, cast and expanded: `aten.copy` has no
+        derivative.
+        """
+        slot = op.arguments["src"]
+        assert isinstance(slot, Ref), "the source is a tensor"
+        result, source = op.outputs[0], op.inputs[slot.index]
+        if self.meta(source).shape == self.meta(result).shape:
+            self.cast(op, source, result)
+            return
+        narrow = f"{result}.source"
+        meta = TensorMeta(self.meta(source).shape, self.meta(result).dtype)
+        carries = self.values[source].requires_grad and meta.is_floating
+        self.values[narrow] = Value(narrow, meta, "activation", carries)
+        self.cast(_replace(op, name=narrow), source, narrow)
+        self.broadcast(_replace(op, inputs=(self.alias.get(narrow, narrow),)))
+
+    def cast(self, op: Op, source: str, result: str) -> None:
+        """`result` is `source` in result's own dtype."""
+        dtype = self.meta(result).dtype
+        if self.meta(source).dtype == dtype:
+            self.alias[result] = source
+            return
+        arguments = {"self": Ref(0), "dtype": dtype}
+        made = _replace(op, target="aten._to_copy.default", arguments=arguments)
+        self.emit(_replace(made, inputs=(source,), outputs=(result,)))
 
     def reshape(self, op: Op) -> None:
         shape = self.meta(op.outputs[0]).shape
@@ -324,48 +374,50 @@ class _Rewriter:
 
     def finish(self) -> Graph:
         graph = self.graph
-        outputs = tuple(self.alias.get(o, o) if o else None for o in graph.outputs)
-        loss = self.alias.get(graph.loss, graph.loss) if graph.loss else None
-        updates = {k: self.alias.get(v, v) for k, v in graph.buffer_updates.items()}
-        needed = {name for name in (*outputs, loss, *updates.values()) if name}
-        kept: list[Op] = []
-        for op in reversed(self.ops):
-            if any(name in needed for name in op.outputs):
-                kept.append(
-                    _replace(op, outputs=tuple(n if n in needed else "" for n in op.outputs))
-                )
-                needed.update(op.inputs)
-        kept.reverse()
-        grads = self._requires_grad(kept)
-        inputs = [
-            v
-            for v in self.values.values()
-            if v.kind in ("input", "parameter", "buffer")
-            or (v.kind == "constant" and v.name in needed)
-        ]
-        values = {v.name: v for v in inputs}
-        for op in kept:
-            for name in op.outputs:
-                if name:
-                    v = self.values[name]
-                    values[name] = Value(v.name, v.meta, v.kind, name in grads)
         return Graph(
             graph.name,
-            MappingProxyType(values),
-            tuple(kept),
+            MappingProxyType(self.values),
+            tuple(self.ops),
             graph.inputs,
-            outputs,
-            loss,
-            MappingProxyType(updates),
+            tuple(self.alias.get(o, o) if o else None for o in graph.outputs),
+            self.alias.get(graph.loss, graph.loss) if graph.loss else None,
+            MappingProxyType({k: self.alias.get(v, v) for k, v in graph.buffer_updates.items()}),
             graph.shared,
         )
 
-    def _requires_grad(self, ops: list[Op]) -> set[str]:
-        grads = {v.name for v in self.values.values() if v.kind == "parameter" and v.requires_grad}
-        for op in ops:
-            if op.target != "aten.detach.default" and any(name in grads for name in op.inputs):
-                grads.update(n for n in op.outputs if n and self.values[n].requires_grad)
-        return grads
+
+def prune(graph: Graph) -> Graph:
+    """The graph without the ops that nothing uses; which values carry a gradient is worked out
+    again.
+    """
+    ends = (*graph.outputs, graph.loss, *graph.buffer_updates.values())
+    needed = {name for name in ends if name}
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if any(name in needed for name in op.outputs):
+            kept.append(_replace(op, outputs=tuple(n if n in needed else "" for n in op.outputs)))
+            needed.update(op.inputs)
+    kept.reverse()
+    grads = _requires_grad(graph, kept)
+    values = {
+        v.name: v
+        for v in graph.values.values()
+        if v.kind in ("input", "parameter", "buffer") or (v.kind == "constant" and v.name in needed)
+    }
+    for op in kept:
+        for name in op.outputs:
+            if name:
+                v = graph.values[name]
+                values[name] = Value(v.name, v.meta, v.kind, name in grads)
+    return replace(graph, values=MappingProxyType(values), ops=tuple(kept))
+
+
+def _requires_grad(graph: Graph, ops: list[Op]) -> set[str]:
+    grads = {v.name for v in graph.of_kind("parameter") if v.requires_grad}
+    for op in ops:
+        if op.target != "aten.detach.default" and any(name in grads for name in op.inputs):
+            grads.update(n for n in op.outputs if n and graph.values[n].requires_grad)
+    return grads
 
 
 def _replace(op: Op, **changes: object) -> Op:

@@ -72,6 +72,25 @@ def capture_named(name: str, seed: int = 0):  # type: ignore[no-untyped-def]
     return model, inputs, capture(model, inputs, loss_fn=LOSSES.get(name))
 
 
+def norm_of_gradients(named: dict[str, nn.Parameter]) -> float:
+    """The norm of all gradients of a model together."""
+    norms = [p.grad.norm() for p in named.values() if p.grad is not None]
+    return float(torch.stack(norms).norm())
+
+
+def gradient_errors(
+    parallel: ParallelModule, named: dict[str, nn.Parameter], floor: float
+) -> dict[str, float]:
+    """Relative error of every gradient that this rank's stage has, by parameter; each against its
+    own norm, or `floor` if that is larger.
+    """
+    return {
+        n: _gradient_error(p.grad, named[n].grad, floor)
+        for n, p in parallel.named_parameters()
+        if n in named
+    }
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -95,14 +114,8 @@ def compare(rank: int, text: str, name: str, steps: int = 3, seed: int = 0) -> E
         expected.backward()  # type: ignore[no-untyped-call]
         loss_error = max(loss_error, float((loss - expected).abs() / expected.abs()))
         if step == 0:
-            floor = FLOOR * float(
-                torch.stack([p.grad.norm() for p in named.values() if p.grad is not None]).norm()
-            )
-            for n, p in parallel.named_parameters():
-                if n in named:
-                    gradient_error = max(
-                        gradient_error, _gradient_error(n, p.grad, named[n].grad, floor)
-                    )
+            floor = FLOOR * norm_of_gradients(named)
+            gradient_error = max(gradient_errors(parallel, named, floor).values(), default=0.0)
         _drop_noise(parallel, named, floor)
         ours.step()
         theirs.step()
@@ -132,12 +145,10 @@ def _drop_noise(parallel: ParallelModule, named: dict[str, nn.Parameter], floor:
             p.grad.zero_()
 
 
-def _gradient_error(
-    name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float
-) -> float:
+def _gradient_error(ours: torch.Tensor | None, theirs: torch.Tensor | None, floor: float) -> float:
     if theirs is None or ours is None:
         left = 0.0 if ours is None else float(_whole(ours).norm())
         right = 0.0 if theirs is None else float(theirs.norm())
-        return abs(left - right)
+        return abs(left - right) / floor
     difference = float((_whole(ours) - theirs).norm())
     return difference / max(float(theirs.norm()), floor)

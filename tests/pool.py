@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reused pool of gloo processes on this machine: start-up dominates, so tests of one world size
-share it.
+"""Gloo processes on this machine, in two ways.
 
-`run(world, function, *args)` calls `function(rank, *args)` on every rank and gives the results in
-rank order. A job that raises on a rank, or hangs, ends the pool (its peers may wait in a
-collective); the next job starts a fresh one.
+`run(world, function, *args)` calls `function(rank, *args)` on every rank of a reused pool and gives
+the results in rank order: start-up dominates, so tests of one world size share it. A job that
+raises on a rank, or hangs, ends the pool (its peers may wait in a collective); the next job starts
+a fresh one.
+
+`run_forked(...)` forks this process instead, once per job: for a process of one thread that has
+already built what the job needs (a model, a capture, a plan) and never ran a backward.
 """
 
 from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 JOB_TIMEOUT_S = 240.0
 _context = multiprocessing.get_context("spawn")
@@ -31,7 +37,6 @@ class RemoteError(AssertionError):
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
-    import os
     import warnings
 
     warnings.simplefilter("ignore")
@@ -120,6 +125,69 @@ def run(world: int, function: Callable[..., object], *args: object) -> list[obje
     except (RemoteError, TimeoutError):
         _pools.pop(world).close()
         raise
+
+
+def _fork_body(
+    rank: int, world: int, store: str, pipe: Connection, function: Callable[..., object], args: Any
+) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        pipe.send((True, function(rank, *args)))
+        dist.destroy_process_group()
+    except BaseException as error:  # everything a job raises goes to the process that started it
+        pipe.send((False, (type(error).__name__, traceback.format_exc())))
+    pipe.close()
+    os._exit(0)
+
+
+def run_forked(
+    world: int, function: Callable[..., object], *args: object, timeout_s: float = JOB_TIMEOUT_S
+) -> list[object]:
+    """`function(rank, *args)` on `world` forks of this process; results in rank order.
+
+    Raises:
+        RemoteError: A rank raised, or ended without a result.
+        TimeoutError: The job hung.
+    """
+    context = multiprocessing.get_context("fork")
+    results: dict[int, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            job = (rank, world, str(Path(folder) / "store"), theirs, function, args)
+            process = context.Process(target=_fork_body, args=job, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        end = time.monotonic() + timeout_s
+        try:
+            while len(results) < world:
+                waiting = [p for r, p in enumerate(pipes) if r not in results]
+                ready = wait(waiting, max(0.0, end - time.monotonic()))
+                if not ready:
+                    raise TimeoutError(
+                        f"ranks {[r for r in range(world) if r not in results]} "
+                        f"did not finish in {timeout_s} s"
+                    )
+                for pipe in ready:
+                    rank = pipes.index(pipe)  # type: ignore[arg-type]
+                    try:
+                        good, value = pipe.recv()  # type: ignore[union-attr]
+                    except EOFError:
+                        raise RemoteError(rank, "EOFError", "ended without a result") from None
+                    if not good:
+                        raise RemoteError(rank, *value)
+                    results[rank] = value
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+    return [results[r] for r in range(world)]
 
 
 @atexit.register

@@ -32,6 +32,7 @@ PARTS = {
     "plan_checks": "plan",
     "plan_estimates": "plan",
     "plan_format": "plan",
+    "canonical_rows": "canonical",
 }
 
 # room -> rooms that it may import, besides itself; all may import these two, which import none
@@ -45,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster": set(),
     "schedule": set(),
     "plan": {"placements"},
-    "canonical": {"graph"},
+    "canonical": {"graph", "sharding"},
     "sharding": {"graph", "placements"},
     "costs": {"graph", "placements", "cluster", "sharding"},
     "solver": {*VOCABULARY, "sharding", "costs", "plan"},
@@ -54,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "executor": {"graph", "placements", "plan", "capture", "sharding"},
     "render": {"placements", "schedule", "plan"},
     "sizing": {"cluster", "plan"},
-    "api": {*VOCABULARY, "plan", "costs", "solver", "capture", "executor"},
+    "api": {*VOCABULARY, "plan", "sharding", "costs", "solver", "capture", "executor"},
     "demo": {"cluster", "plan", "api"},
     "cli": {*VOCABULARY, "plan", "costs", "render", "measure", "sizing", "api", "demo"},
     "__init__": {"cluster", "plan", "api"},

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree  # checked on 2.13; torch.export's own containers use it
 
 from autoplan.capture.builder import build_graph
+from autoplan.capture.known import KnownValues
 from autoplan.capture.structure import InputLeaf, OutputTree, flatten_output, input_leaves
 from autoplan.errors import CaptureError
 from autoplan.graph import Graph
@@ -128,9 +129,11 @@ class _WithLoss(nn.Module):
         self._positional = positional
         self.note = note  # torch.export undoes assignments to a module's own attributes
         self.training = model.training
+        self._device = next((p.device for p in model.parameters()), None)
 
     def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
-        outputs = self.model(*args, **kwargs)
+        with KnownValues(self._device):
+            outputs = self.model(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         self.note.tree = flatten_output(outputs, tensors)
         self.note.num_tensors = len(tensors)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autoplan.costs.products import attention_flop, convolution_flop, product_of
 from autoplan.costs.saved import input_slots, saved_by
 from autoplan.graph import Op, TensorMeta
+from autoplan.sharding.rules import contracted_flop
 from autoplan.units import DTYPE_BYTES
 
 FAMILIES = ("matmul", "convolution", "attention", "memory", "view")
@@ -82,10 +83,10 @@ def forward_kernels(
         outputs: Metas of its tensor outputs, local shapes.
 
     An op without a row in the table reads its inputs once and writes its outputs once, one FLOP per
-    element.
+    element; if a registered rule sums over a letter, it is a product over all letters.
     """
     row = _row_of(op.target)
-    return (row[0] if row else _stream)(_Call(op, inputs, outputs))
+    return (row[0] if row else _registered)(_Call(op, inputs, outputs))
 
 
 def backward_kernels(
@@ -109,7 +110,7 @@ def backward_kernels(
     if not any(needs_grad) or not any(o.is_floating for o in outputs):
         return ()
     row = _row_of(op.target)
-    return (row[1] if row else _stream_backward)(_Call(op, inputs, outputs, needs_grad))
+    return (row[1] if row else _registered_backward)(_Call(op, inputs, outputs, needs_grad))
 
 
 def is_known(target: str) -> bool:
@@ -265,6 +266,45 @@ def _matmul_backward(call: _Call) -> _Kernels:
     return tuple(kernels)
 
 
+def _registered(call: _Call) -> _Kernels:
+    """Of an op without a row: a pass over memory, or the product that its rule's letters say."""
+    flop = contracted_flop(call.op, call.inputs)
+    passes = _stream(call)
+    if flop is None or not passes:
+        return passes
+    n = call.out.shape[-1] if call.out.shape else 1
+    m = call.out.numel // n
+    shape = (1, m, n, max(int(flop) // (2 * m * n), 1))
+    return (Kernel("matmul", flop, passes[0].num_bytes, call.inputs[0].dtype, shape),)
+
+
+def _registered_backward(call: _Call) -> _Kernels:
+    """A pass over memory, or a product as large as forward's per gradient."""
+    if contracted_flop(call.op, call.inputs) is None:
+        return _stream_backward(call)
+    return _registered(call) * len(call.wanted)
+
+
+def _grouped_mm(call: _Call) -> _Kernels:
+    """The products, and a pass each that sorts the rows of the groups held here and puts the
+    results back among zeros.
+    """
+    return (*_matmul(call), *_sorting(call))
+
+
+def _grouped_mm_backward(call: _Call) -> _Kernels:
+    """As forward: the gradient is sorted, and the rows' is put back."""
+    return (*_matmul_backward(call), *_sorting(call))
+
+
+def _sorting(call: _Call) -> _Kernels:
+    p = product_of(call.op, call.inputs, call.out)
+    assert p is not None, "a grouped product has its sizes"
+    width = DTYPE_BYTES[call.out.dtype]
+    moved = 2.0 * p.m * (p.k + p.n) * width + call.out.size_bytes
+    return (_memory(moved, 0, call.out.dtype),)
+
+
 # -- convolution and attention ---------------------------------------------------------------------
 
 
@@ -405,6 +445,7 @@ _ROWS: tuple[tuple[str, _Rule, _Rule], ...] = (
     ("_assert_tensor_metadata _assert_async", _none, _none),
     ("mm bmm mv dot matmul addmm addmv baddbmm linear einsum transformers.grouped_mm_fallback",
      _matmul, _matmul_backward),
+    ("autoplan.grouped_mm", _grouped_mm, _grouped_mm_backward),
     ("convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
      _convolution, _convolution_backward),
     ("scaled_dot_product_attention", _attention, _attention_backward),

@@ -28,6 +28,7 @@ _OPERANDS: dict[str, tuple[str, str, str]] = {
     "baddbmm": ("batch1", "batch2", "self"),
     "linear": ("input", "weight", "bias"),
     "grouped_mm_fallback": ("input", "weight", ""),
+    "grouped_mm": ("input", "weight", ""),
 }
 
 
@@ -61,6 +62,10 @@ def product_of(op: Op, inputs: Metas, out: TensorMeta) -> Product | None:
     if stem == "linear":
         n, k = (b[0], b[1]) if len(b) == 2 else (1, b[0])
         return Product(1, math.prod(a[:-1]), n, k, i, j, bias, transposed=True)
+    if op.target == "autoplan.grouped_mm":  # of the groups held here, if all have as many rows
+        groups = op.arguments["num_groups"]
+        assert isinstance(groups, int), "the number of groups is an int"
+        return Product(1, max(a[0] * b[0] // groups, 1), b[-1], b[-2], i, j)
     if stem == "grouped_mm_fallback":  # (m, k) rows and (experts, k, n) weights: a row meets one
         return Product(1, a[0], b[-1], b[-2], i, j)
     m = a[-2] if len(a) > 1 else 1

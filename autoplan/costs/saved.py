@@ -320,6 +320,19 @@ def _einsum(call: _Call) -> Saved:
     return _saved(call, {i for i in range(len(call.inputs)) if any(n != i for n in needing)}, set())
 
 
+def _grouped_mm(call: _Call) -> Saved:
+    """The rows of the groups held here, sorted by group, and where each of them was (int64, once to
+    sort and once to put back); the matrices for the rows' gradient.
+    """
+    x, weight = call.inputs[0], call.inputs[1]
+    groups = call.op.arguments["num_groups"]
+    assert isinstance(groups, int), "the number of groups is an int"
+    rows = x.shape[0] * weight.shape[0] / groups
+    extra = rows * 2 * _INDEX_BYTES
+    extra += rows * x.shape[1] * DTYPE_BYTES[x.dtype] if call.needs("weight") else 0.0
+    return _saved(call, {1} if call.needs("input") else set(), set(), extra)
+
+
 def _l1_loss(call: _Call) -> Saved:
     """The difference of the operands, whose sign is the gradient."""
     return Saved(extra_bytes=float(max(x.size_bytes for x in call.inputs)))
@@ -360,6 +373,7 @@ _ROWS: tuple[tuple[str, _Rule], ...] = (
     ("einsum", _einsum),
     # offs rides on ctx: a few integers
     ("transformers.grouped_mm_fallback", _keep("input", "weight")),
+    ("autoplan.grouped_mm", _grouped_mm),
     # convolution_backward takes all of them, whatever is needed
     ("convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
      _keep("input", "weight")),

@@ -117,12 +117,7 @@ class _ScaledMean(nn.Module):
         return mean * self.share
 
 
-_SIZED = frozenset(
-    (
-        "expand",
-        *(f"{new}{name}" for new in ("", "new_") for name in ("zeros", "ones", "full", "empty")),
-    )
-)
+_SIZED = frozenset(("expand", "zeros", "ones", "full", "empty"))
 
 
 def _localize(op: Op, given: dict[str, object], local: LocalOp) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local forms that depend on where a rank stands and when it runs, each with its reason.
 
-A microbatch's rows, random streams, a masked look-up, an index aligned with a shard, attention over
-split queries. `SPECIAL_OPS` maps targets to the functions that make their calls; those that reduce
-over ranks are in `reduced_ops.py`.
+A microbatch's rows, random streams, a masked look-up, products by group, an index aligned with a
+shard, attention over split queries. `SPECIAL_OPS` maps targets to the functions that make their
+calls; those that reduce over ranks are in `reduced_ops.py`.
 """
 
 from __future__ import annotations
@@ -224,10 +224,39 @@ def _attention(local: LocalOp, ranks: Ranks) -> Call:
     return Call(module, local.refs, {}, needs_moment=True)
 
 
+class GroupedProduct(nn.Module):
+    """Each row times the matrix of its group; zero for the groups that other ranks hold.
+
+    The sum over ranks is the product. Rows are sorted by group here, on the rank that has them, so
+    that each group is one product; those of other ranks come last and are left out.
+    """
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start = start
+
+    def forward(self, x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
+        num_groups = weight.shape[0]
+        here = group.long() - self.start
+        here = torch.where((here >= 0) & (here < num_groups), here, num_groups)
+        counts = torch.bincount(here, minlength=num_groups + 1)[:num_groups].tolist()
+        order = here.argsort(stable=True)[: sum(counts)]
+        runs = torch.split(x.index_select(0, order), counts)
+        products = [run @ matrix for run, matrix in zip(runs, weight.unbind(0))]
+        result = x.new_zeros(x.shape[0], weight.shape[2])
+        return result.index_copy(0, order, torch.cat(products))
+
+
+def _grouped_mm(local: LocalOp, ranks: Ranks) -> Call:
+    start = first_index(local.inputs[1].value, 0, local.global_inputs[1].shape[0], ranks)
+    return Call(GroupedProduct(start), local.refs, {})
+
+
 SPECIAL_OPS: dict[str, Callable[[LocalOp, Ranks], Call]] = {
     "autoplan.microbatch": _rows,
     "autoplan.dropout": _dropout,
     "aten.embedding.default": _embedding,
     "autoplan.index": _index,
+    "autoplan.grouped_mm": _grouped_mm,
     "aten.scaled_dot_product_attention.default": _attention,
 }

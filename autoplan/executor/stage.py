@@ -115,7 +115,9 @@ def build_stage(graph: Graph, plan: Plan, ranks: Ranks) -> StageProgram:
     Raises:
         PlanError: The plan does not fit the graph.
     """
-    rules = {op.name: find_rule(op, graph) or kept_whole(op, graph) for op in graph.ops}
+    found = {op.name: find_rule(op, graph) for op in graph.ops}
+    _check_rules(graph, plan, [name for name, rule in found.items() if rule is None])
+    rules = {op.name: found[op.name] or kept_whole(op, graph) for op in graph.ops}
     batch = find_batch(graph, rules)
     try:
         cut_graph = cut_batch(graph, batch, plan.schedule.num_microbatches)
@@ -123,6 +125,19 @@ def build_stage(graph: Graph, plan: Plan, ranks: Ranks) -> StageProgram:
     except ValueError as error:
         raise PlanError(f"the plan does not fit the model: {error}. Plan again.") from error
     return _StageBuilder(graph, cut_graph, batch, plan, ranks, stages).build()
+
+
+def _check_rules(graph: Graph, plan: Plan, unruled: list[str]) -> None:
+    """Raises PlanError if this process knows rules for other ops than the one that planned."""
+    differing = sorted(set(unruled) ^ set(plan.unruled_ops))
+    if differing:
+        target = next(op.target for op in graph.ops if op.name == differing[0])
+        with_rule = "without" if differing[0] in plan.unruled_ops else "with"
+        raise PlanError(
+            f"the plan was made {with_rule} a rule for {target} ({differing[0]}), this process has "
+            "it otherwise. Call the same autoplan.register_rule before planning and in every "
+            "process before parallelize."
+        )
 
 
 class _StageBuilder:

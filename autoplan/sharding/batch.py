@@ -215,11 +215,7 @@ class _OverTime:
                 if name:
                     self.over_time[name] = "R"
             producers = self.graph.producers
-            stack += [
-                self.graph.ops[producers[n]]
-                for n in current.inputs
-                if n in producers and self.over_time[n] != "R"
-            ]
+            stack += [self.graph.ops[producers[n]] for n in current.inputs if n in producers]
 
     def check_ends(self) -> None:
         loss = self.graph.loss

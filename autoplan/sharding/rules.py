@@ -11,6 +11,7 @@ together, so a mesh axis may be assigned one letter, and every layout of the op 
     per part linear(i j)    a Partial in operands i and j together passes through
     completes(c)   the op's local form itself finishes the reduction over c, with a collective of
     its own
+    contiguous(e)  e is split in one block only: the local form needs to know where its part starts
 
 A dim may be a product of factors, left to right, as in a reshape: `(b s) -> b s`. Splitting a
 factor that is not leftmost is a split in blocks (`placements.Shard.blocks`). Ops whose factors
@@ -19,6 +20,7 @@ depend on their arguments are in `compute_rules.py` and `view_rules.py`.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -53,6 +55,8 @@ _TABLE: dict[str, str] = {
     "autoplan.dropout": "pointwise",
     "view_as_complex": "b* c^ -> b*; linear(0)",
     "view_as_real": "b* -> b* c^; linear(0)",
+    # a row meets the matrix of its own group e; with e split, rows of other ranks' groups give zero
+    "autoplan.grouped_mm": "r k, e k n, r -> r n; contiguous(e)",
     "conv1d": "n c l^, o c k^, o? -> n o m^; additive(2)",
     "conv2d": "n c h^ w^, o c k^ j^, o? -> n o y^ x^; additive(2)",
     "conv3d": "n c d^ h^ w^, o c i^ k^ j^, o? -> n o z^ y^ x^; additive(2)",
@@ -71,9 +75,66 @@ _TABLE: dict[str, str] = {
 RESOLVERS = {**COMPUTE_RULES, **VIEW_RULES}
 
 
+# what users registered: family -> rule text
+_REGISTERED: dict[str, str] = {}
+
+
 def _family(target: str) -> str:
-    """ "aten.linear.default" -> "linear"; autoplan's own ops keep their full name."""
-    return target if target.startswith("autoplan.") else target.split(".")[1]
+    """ "aten.linear.default" -> "linear"; "mylib.op.default" -> "mylib.op"."""
+    namespace, name = target.split(".")[:2]
+    return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def register(target: str, text: str) -> None:
+    """Adds a line to the table, for this process.
+
+    Args:
+        target: "namespace.name" of an op that has no rule yet.
+        text: The rule, in the table's notation.
+
+    Raises:
+        ValueError: The op has a rule, or the text is no rule.
+    """
+    family = _family(target)
+    known = {**_TABLE, **RESOLVERS}
+    if family in known or family in _POINTWISE or _REGISTERED.get(family, text) != text:
+        raise ValueError(f"{target} has a rule already; only what has none can be given one")
+    if text != "pointwise":
+        _parse(text)
+    _REGISTERED[family] = text
+
+
+def unregister(target: str) -> None:
+    """Takes back what `register` added."""
+    _REGISTERED.pop(_family(target), None)
+
+
+def example_shapes(text: str, size: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of operands that fit a rule, every dim of one size; a `b*` stands for two dims."""
+    if text == "pointwise":
+        return ((size, size),) * 2
+    return tuple(
+        (size,) * sum(2 if letter.endswith("*") else 1 for letter in letters)
+        for letters in _parse(text).inputs
+    )
+
+
+def contracted_flop(op: Op, inputs: tuple[TensorMeta, ...]) -> float | None:
+    """2 x the product of all letters' sizes, of a registered op that contracts a letter; None for
+    any other.
+    """
+    text = _REGISTERED.get(_family(op.target))
+    if text in (None, "pointwise"):
+        return None
+    parsed = _parse(text)
+    sizes: dict[str, int] = {}
+    for letters, meta in zip(parsed.inputs, inputs):
+        spread = _spread(letters, meta)
+        sizes.update(zip(spread, meta.shape) if spread else ())
+    kept = {letter for letters in parsed.outputs for letter in letters}
+    if all(letter in kept or letter.rstrip("0123456789") + "*" in kept for letter in sizes):
+        return None
+    return 2.0 * math.prod(sizes.values())
 
 
 def find_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -82,7 +143,7 @@ def find_rule(op: Op, graph: Graph) -> OpRule | None:
     """
     inputs = tuple(graph.values[name].meta for name in op.inputs)
     outputs = tuple(graph.values[name].meta if name else None for name in op.outputs)
-    return _resolve(op, inputs, outputs)
+    return resolve(op, inputs, outputs)
 
 
 def kept_whole(op: Op, graph: Graph) -> OpRule:
@@ -97,20 +158,24 @@ def kept_whole(op: Op, graph: Graph) -> OpRule:
     return OpRule(inputs, outputs)
 
 
-def _resolve(
+def resolve(
     op: Op, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]
 ) -> OpRule | None:
+    """The rule of an op whose tensors have these metas (None: an output that nobody uses), or
+    None.
+    """
     family = _family(op.target)
     resolver: Resolver | None = RESOLVERS.get(family)
     if resolver is not None:
         return resolver(op, inputs, outputs)
-    if family in _TABLE and _TABLE[family] != "pointwise":
-        if family.startswith("conv") and op.arguments.get("groups", 1) != 1:
-            return grouped_convolution(op, inputs, outputs)
-        return _from_text(_TABLE[family], inputs, outputs)
-    if family in _POINTWISE or _TABLE.get(family) == "pointwise":
+    text = "pointwise" if family in _POINTWISE else _REGISTERED.get(family, _TABLE.get(family))
+    if text is None:
+        return None
+    if text == "pointwise":
         return pointwise(op, inputs, outputs)
-    return None
+    if family.startswith("conv") and op.arguments.get("groups", 1) != 1:
+        return grouped_convolution(op, inputs, outputs)
+    return _from_text(text, inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +186,22 @@ class _Parsed:
     additive: frozenset[int]
     linear: tuple[frozenset[int], ...]
     completes: frozenset[str]
+    contiguous: frozenset[str]
+
+
+_MARKS = ("additive(...)", "linear(...)", "completes(...)", "contiguous(...)")
 
 
 @cache
 def _parse(text: str) -> _Parsed:
     signature, *marks = (part.strip() for part in text.split(";"))
-    left, right = signature.split("->")
+    left, arrow, right = signature.partition("->")
+    words = signature.replace("->", " ").replace(",", " ").split()
+    if not arrow or not all(re.fullmatch(r"[A-Za-z]\w*[*^]?\??", word) for word in words):
+        raise ValueError(
+            f"{text!r} is no rule. Write letters for the dims of operands and results, as in "
+            '"b* k, n k, n? -> b* n; additive(2)".'
+        )
     operands = [tuple(part.split()) for part in left.split(",")]
     optional = frozenset(
         i for i, letters in enumerate(operands) if letters and letters[-1].endswith("?")
@@ -134,7 +209,8 @@ def _parse(text: str) -> _Parsed:
     found: dict[str, str] = {}
     for mark in marks:
         match = re.fullmatch(r"(\w+)\((.*)\)", mark)
-        assert match is not None, f"a mark of rule {text!r} is written name(...), not {mark!r}"
+        if match is None or f"{match[1]}(...)" not in _MARKS:
+            raise ValueError(f"{mark!r} in rule {text!r} is no mark. Use {', '.join(_MARKS)}.")
         found[match[1]] = match[2]
     numbers = {
         key: frozenset(map(int, found[key].split()))
@@ -148,6 +224,7 @@ def _parse(text: str) -> _Parsed:
         additive=numbers.get("additive", frozenset()),
         linear=(numbers["linear"],) if "linear" in numbers else (),
         completes=frozenset(found.get("completes", "").split()),
+        contiguous=frozenset(found.get("contiguous", "").split()),
     )
 
 
@@ -172,24 +249,39 @@ def _from_text(
         linear=parsed.linear,
         additive=parsed.additive & frozenset(range(len(inputs))),
         completes=parsed.completes,
+        contiguous=parsed.contiguous,
     )
 
 
 def _expand(letters: tuple[str, ...], meta: TensorMeta) -> tuple[str | None, ...] | None:
-    """Letters per dim: `b*` becomes b0 b1 ..., counted from the left; None for `k^`. None when the
-    rank does not fit.
+    """Letters per dim, None for `k^`; None when the rank does not fit."""
+    spread = _spread(letters, meta)
+    return spread and tuple(None if letter.endswith("^") else letter for letter in spread)
+
+
+def _spread(letters: tuple[str, ...], meta: TensorMeta) -> tuple[str, ...] | None:
+    """One letter per dim: `b*` becomes b0 b1 ..., counted from the left; None when the rank does
+    not fit.
     """
     starred = [x for x in letters if x.endswith("*")]
     count = len(meta.shape) - (len(letters) - len(starred))
     if count < 0 or (not starred and count):
         return None
-    dims: list[str | None] = []
+    dims: list[str] = []
     for letter in letters:
-        if letter.endswith("*"):
-            dims += [f"{letter[:-1]}{i}" for i in range(count)]
-        else:
-            dims.append(None if letter.endswith("^") else letter)
+        dims += [f"{letter[:-1]}{i}" for i in range(count)] if letter.endswith("*") else [letter]
     return tuple(dims)
 
 
-__all__ = ["Atom", "Dims", "OpRule", "find_rule", "kept_whole"]
+__all__ = [
+    "Atom",
+    "Dims",
+    "OpRule",
+    "contracted_flop",
+    "example_shapes",
+    "find_rule",
+    "kept_whole",
+    "register",
+    "resolve",
+    "unregister",
+]

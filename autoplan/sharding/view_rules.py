@@ -286,7 +286,7 @@ def same_size_dims(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def factory(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """zeros, ones, full, new_*: one value everywhere, so any dim may be made split; arange and
+    """zeros, ones, full: one value everywhere, so any dim may be made split; arange and
     random ones are made whole.
     """
     constant = any(word in op.target for word in ("zeros", "ones", "full", "empty"))
@@ -389,8 +389,8 @@ VIEW_RULES: dict[str, Resolver] = {
     ),
     **dict.fromkeys(
         (
-            "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
-            "arange", "scalar_tensor", "eye", "linspace", "rand", "randn", "randint",
+            "zeros", "ones", "full", "empty", "arange", "scalar_tensor", "eye", "linspace", "rand",
+            "randn", "randint",
         ),
         factory,
     ),

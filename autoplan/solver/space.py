@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from autoplan.costs.kernels import is_known
+from autoplan.errors import UnsupportedOpError
 from autoplan.graph import Graph
 from autoplan.placements import Replicate, parse_spec
 from autoplan.sharding.batch import Batch, find_batch
@@ -18,6 +20,8 @@ from autoplan.solver.pins import Pinned
 
 # of the model's forward FLOPs: products above it are what a pinned tp is meant to split
 HEAVY_SHARE = 0.01
+# of the model's forward FLOPs: what an op without a rule may cost, for every device does it whole
+MAX_UNRULED_SHARE = 0.001
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,44 @@ class Space:
         blocks = {n for layer in self.layers.layers if layer.is_block for n in layer.ops}
         ops = tuple(op for op in self.graph.ops if op.name in blocks)
         return flop_per_step(Graph(self.graph.name, self.graph.values, ops, (), ()), training=False)
+
+    @cached_property
+    def ruled_share(self) -> float:
+        """Share of the forward products' FLOPs in ops that have a rule; 1 if there are none."""
+        unruled = set(self.unruled_ops)
+        ops = tuple(op for op in self.graph.ops if op.name in unruled)
+        whole = Graph(self.graph.name, self.graph.values, ops, (), ())
+        flop = self.forward_flop
+        return 1.0 - flop_per_step(whole, training=False) / flop if flop else 1.0
+
+    def check_rules(self) -> None:
+        """Only what is cheap may be done whole by every device.
+
+        Raises:
+            UnsupportedOpError: Ops without a rule are more than a thousandth of the FLOPs, or one
+                whose cost nothing is known of works on a matrix of parameters.
+        """
+        for name in self.unruled_ops:
+            op = next(op for op in self.graph.ops if op.name == name)
+            one = Graph(self.graph.name, self.graph.values, (op,), (), ())
+            share = flop_per_step(one, training=False) / max(self.forward_flop, 1.0)
+            operands = [self.graph.values[n] for n in op.inputs]
+            matrix = any(v.kind == "parameter" and len(v.meta.shape) > 1 for v in operands)
+            if share > MAX_UNRULED_SHARE:
+                cost = f"it is {share:.1%} of the model's forward FLOPs"
+            elif matrix and not is_known(op.target):
+                cost = "it works on a matrix of parameters"
+            else:
+                continue
+            namespace, _, rest = op.target.partition(".")
+            raise UnsupportedOpError(
+                op.name,
+                op.target,
+                op.module_path,
+                f"{cost}, too much for every device to do whole. Say which dims belong together: "
+                f'autoplan.register_rule("{namespace}::{rest.partition(".")[0]}", '
+                '"b* k, k n -> b* n").',
+            )
 
     @cached_property
     def heavy_ops(self) -> frozenset[str]:

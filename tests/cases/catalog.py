@@ -37,12 +37,14 @@ from cases.models import (
 )
 from cases.report_models import (
     Adapted,
+    Assigned,
     ConvNet,
     Counting,
     Custom,
     Flattened,
     Loose,
     ParallelResidual,
+    Positioned,
     Rotary,
     Turned,
 )
@@ -63,6 +65,10 @@ class Case:
 
 def _ids(rows: int, seq: int, vocabulary: int) -> Inputs:
     return {"ids": torch.randint(0, vocabulary, (rows, seq))}
+
+
+def _labelled_ids(rows: int, seq: int, vocabulary: int) -> Inputs:
+    return {**_ids(rows, seq, vocabulary), "labels": torch.randint(0, vocabulary, (rows, seq))}
 
 
 def _pair() -> Inputs:
@@ -86,6 +92,12 @@ def _skip_inputs() -> Inputs:
 
 def _heads(heads: int) -> Case:
     return Case(lambda: Heads(heads, 4), lambda: {"x": torch.randn(4, 4, 8 * heads)}, mean_square)
+
+
+def itself(outputs: object, batch: object) -> Tensor:
+    """The output, a scalar."""
+    assert isinstance(outputs, Tensor), "the model gives its loss"
+    return outputs
 
 
 CASES: dict[str, Case] = {
@@ -112,6 +124,8 @@ CASES: dict[str, Case] = {
     "custom": Case(Custom, lambda: {"x": torch.randn(4, 16)}, mean_square),
     "loose": Case(Loose, lambda: {"x": torch.randn(4, 16)}, mean_square),
     "counting": Case(Counting, lambda: {"x": torch.randn(4, 8)}, mean_square),
+    "assigned": Case(Assigned, lambda: {"x": torch.randn(4, 8)}, mean_square),
+    "positioned": Case(Positioned, lambda: _labelled_ids(4, 8, 20), itself),
     "adapted": Case(Adapted, lambda: {"x": torch.randn(4, 16)}, mean_square),
 }
 

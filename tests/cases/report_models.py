@@ -211,3 +211,36 @@ class Adapted(nn.Module):
         for base, down, up in zip(self.base, self.down, self.up):
             x = torch.tanh(base(x) + up(down(x)))
         return x
+
+
+class Assigned(nn.Module):
+    """Writes into slices and whole tensors in place, in another dtype too; smaller of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        rows = torch.zeros_like(h)
+        rows[:, :4] = h[:, 4:]
+        rows[:, 4:] = h[:1, :4].float()
+        whole = torch.zeros_like(h)
+        whole[:] = rows * h.type_as(x)
+        result: Tensor = self.out(torch.min(whole, torch.tensor(0.5, dtype=x.dtype)))
+        return result
+
+
+class Positioned(nn.Module):
+    """One table of positions for the layers and for the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid, self.head = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 20)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        h = torch.relu(self.mid(self.emb(ids) * positions.unsqueeze(-1)))
+        logits = self.head(h * (positions > 1).unsqueeze(-1))
+        counted = torch.where(positions > ids.shape[0], labels, -100)
+        return functional.cross_entropy(logits.flatten(0, 1), counted.flatten())

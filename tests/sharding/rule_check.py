@@ -194,12 +194,18 @@ def _index(given: dict[str, Any]) -> list[Tensor | None]:
     return [torch.ops.aten.index.Tensor(given["self"], given["indices"])]
 
 
+def _grouped_mm(given: dict[str, Any]) -> list[Tensor | None]:
+    matrices = given["weight"][given["group"]]
+    return [torch.einsum("rk,rkn->rn", given["input"], matrices)]
+
+
 _OWN: dict[str, Callable[[dict[str, Any]], list[Tensor | None]]] = {
     "autoplan.cross_entropy": lambda given: _loss(given, "none"),
     "autoplan.cross_entropy_sum": lambda given: _loss(given, "sum"),
     "autoplan.cross_entropy_count": _count,
     "autoplan.batch_norm": _batch_norm,
     "autoplan.index": _index,
+    "autoplan.grouped_mm": _grouped_mm,
 }
 
 

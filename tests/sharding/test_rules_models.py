@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules inside models: every op of four small models, split in the blocks that its neighbours give.
+"""Rules inside models: every op of five small models, split in the blocks that its neighbours give.
 
 Also here: dropout, whose random stream follows the part a rank holds.
 """
@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401 - registers the grouped product
 from pretend import Place, Sizes, part_of, places_of
 from rule_check import Whole, graph_of, local_op, problems_of, run_rank, values_of
 from torch import nn
 
 from autoplan.capture import capture
 from autoplan.placements import Replicate
+from autoplan.sharding.batch import find_batch
 from autoplan.sharding.rules import find_rule, kept_whole
 from autoplan.sharding.strategies import axis_choices, block_options, enumerate_strategies
 
@@ -70,6 +72,36 @@ class RowsByNumber(nn.Module):
         return logits[torch.arange(8), last].logsumexp(-1).sum()
 
 
+class SortedExperts(nn.Module):
+    """A router and its experts as libraries write them: rows sorted by expert, multiplied in runs,
+    put back.
+    """
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, experts, dtype=torch.float64)
+        self.up = nn.Parameter(torch.randn(experts, 8, 8, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(experts, 8, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(experts, 8, 4, dtype=torch.float64))
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        grouped_mm = torch.ops.transformers.grouped_mm_fallback
+        x_TD = x_BSD.flatten(0, 1)
+        weight_TK, expert_TK = self.router(x_TD).softmax(-1).topk(2)
+        expert_R, order_R = expert_TK.flatten().sort()
+        counts_E = torch.histc(expert_R.float(), 4, 0, 3)
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        y_RD = grouped_mm(x_TD[order_R // 2], self.up.transpose(1, 2), ends_E)
+        y_RD = y_RD + self.bias[expert_R]
+        gate_RH, value_RH = y_RD.chunk(2, -1)
+        z_RD = grouped_mm(gate_RH.sigmoid() * value_RH, self.down.transpose(1, 2), ends_E)
+        z_RD = z_RD * weight_TK.flatten()[order_R].unsqueeze(-1)
+        back_R = torch.empty_like(order_R)
+        back_R[order_R] = torch.arange(order_R.shape[0])
+        out: torch.Tensor = z_RD[back_R].unflatten(0, (-1, 2)).sum(1).square().sum()
+        return out
+
+
 class Images(nn.Module):
     """Convolution, batch norm, pooling, a flattened head."""
 
@@ -92,6 +124,7 @@ MODELS: list[tuple[type[nn.Module], dict[str, torch.Tensor]]] = [
         RowsByNumber,
         {"x_BTC": torch.randn(8, 4, 8, dtype=torch.float64), "last": torch.randint(0, 4, (8,))},
     ),
+    (SortedExperts, {"x_BSD": torch.randn(4, 4, 8, dtype=torch.float64)}),
     (Images, {"x_NCHW": torch.randn(4, 4, 4, 4, dtype=torch.float64)}),
 ]
 
@@ -124,6 +157,34 @@ def test_index_by_arange_is_split_with_its_rows() -> None:
     assert rule is not None
     where = {tensor for places in rule.places.values() for tensor, *_ in places if len(places) > 2}
     assert {0, len(op.inputs)} <= where, "source and result share the letter of the rows"
+
+
+def test_experts_are_worked_on_in_the_rows_own_order() -> None:
+    captured = capture(SortedExperts(), MODELS[3][1], loss_fn=own_loss)
+    graph = captured.graph
+    targets = [op.target for op in graph.ops]
+    assert targets.count("autoplan.grouped_mm") == 2
+    left = {"sort", "histc", "index_put", "cumsum"} & {t.split(".")[1] for t in targets}
+    assert not left, f"the sort has gone, {left} are still there"
+    rules = {op.name: find_rule(op, graph) or kept_whole(op, graph) for op in graph.ops}
+    batch = find_batch(graph, rules)
+    assert not batch.hindrances, "rows of a batch are independent again: it can be cut"
+    product = next(op for op in graph.ops if op.target == "autoplan.grouped_mm")
+    assert batch.over_time[product.outputs[0]] == "S"
+    assert "e" in rules[product.name].letters, "experts can be split"
+
+
+def test_rows_that_are_not_put_back_stay_sorted() -> None:
+    class Ranked(SortedExperts):
+        def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+            x_TD = x_BSD.flatten(0, 1)
+            order_T = self.router(x_TD).argmax(-1).sort()[1]
+            out: torch.Tensor = x_TD[order_T].cumsum(0).square().sum() * self.router.bias.sum()
+            return out
+
+    targets = [op.target for op in capture(Ranked(), MODELS[3][1], loss_fn=own_loss).graph.ops]
+    assert "aten.sort.default" in targets
+    assert targets.count("autoplan.index") == 1, "nothing is worked on twice"
 
 
 # -- random streams --------------------------------------------------------------------------------
