@@ -20,6 +20,7 @@ import argparse
 import csv
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -239,13 +240,10 @@ def _line(error: BaseException) -> str:
     """An exception in one line: of a rank's traceback the end."""
     text = str(error).strip()
     if isinstance(error, RemoteError):
-        own = [
-            x.strip()
-            for x in text.splitlines()
-            if "/autoplan/autoplan/" in x or "/autoplan/executor/" in x
-        ]
+        own = [x for x in text.splitlines() if "/executor/" in x]
         where = own[-1].rsplit("/", 1)[-1].replace('"', "") if own else ""
-        return f"{text.splitlines()[-1][:300]} ({where})"
+        raised = re.findall(r"^\w[\w.]*(?:Error|Exception)\b.*$", text, re.M)  # the cause is first
+        return f"{raised[0][:300] if raised else text.splitlines()[-1][:300]} ({where})"
     text = text.splitlines()[0] if text else ""
     return f"{type(error).__name__}: {text[:400]}"
 

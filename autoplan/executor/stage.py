@@ -389,7 +389,7 @@ class _Scope:
     def bind(self, op: Op, node: fx.Node, function: object) -> None:
         several = len(op.outputs) > 1
         if isinstance(function, torch._ops.OpOverload):
-            several = several or "[]" in str(function._schema.returns[0].type)
+            several = several or isinstance(function._schema.returns[0].type, torch.ListType)
         for i, name in enumerate(op.outputs):
             if name:
                 self.nodes[name] = (

@@ -72,12 +72,13 @@ def find_layers(graph: Graph, placements: tuple[tuple[str, str], ...] = ()) -> L
     for op in graph.ops:
         if op.name in layer_of:
             members[layer_of[op.name]].append(op)
+    shared_parameters = _shared_parameters(graph, layer_of)
     classes: dict[tuple[object, ...], int] = {}
     first: dict[int, list[Op]] = {}
     representative: dict[str, str] = {}
     layers = []
     for (label, ops, is_block), all_ops in zip(groups, members):
-        key = _signature(graph, all_ops, layer_of, placements)
+        key = _signature(graph, all_ops, layer_of, placements, shared_parameters)
         number = classes.setdefault(key, len(classes))
         model = first.setdefault(number, all_ops)
         _pair(graph, all_ops, model, representative)
@@ -257,18 +258,29 @@ def _attach_free_ops(graph: Graph, free: frozenset[str], layer_of: dict[str, int
     return shared[::-1]
 
 
+def _shared_parameters(graph: Graph, layer_of: Mapping[str, int]) -> frozenset[str]:
+    """Parameters that are tied, or that several layers use."""
+    users: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for name in op.inputs:
+            if graph.values[name].kind == "parameter":
+                users.setdefault(name, set()).add(layer_of.get(op.name, -1))
+    tied = {n for group in graph.shared for n in group}
+    return frozenset(tied | {n for n, layers in users.items() if len(layers) > 1})
+
+
 def _signature(
     graph: Graph,
     ops: list[Op],
     layer_of: Mapping[str, int],
     placements: tuple[tuple[str, str], ...],
+    shared: frozenset[str],
 ) -> tuple[object, ...]:
     """What makes two layers equal: ops, arguments, metas, wiring inside, and what kind of thing
-    comes from outside.
+    comes from outside; a parameter that other layers use too is only equal to itself.
     """
     place: dict[str, tuple[int, int]] = {}
     producers = graph.producers
-    shared = {n for group in graph.shared for n in group}
     order: dict[str, int] = {}
     rows: list[object] = []
     for i, op in enumerate(ops):
