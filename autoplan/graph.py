@@ -65,6 +65,13 @@ class Value:
     stored_dtype: str = ""
 
 
+_RANDOM = frozenset(
+    "alpha_dropout bernoulli cauchy dropout exponential geometric log_normal multinomial "
+    "native_dropout normal poisson rand rand_like randint randint_like randn randn_like randperm "
+    "rrelu_with_noise rrelu_with_noise_functional uniform".split()
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """Inside `Op.arguments`: the op's tensor input number `index`."""
@@ -95,6 +102,11 @@ class Op:
     arguments: Mapping[str, object]
     module_path: str = ""
     source: str = ""
+
+    @property
+    def draws(self) -> bool:
+        """It draws random numbers."""
+        return self.target.split(".")[1] in _RANDOM
 
     def signature(self) -> str:
         """Target and arguments as text, free of value names: equal for the same op of two equal

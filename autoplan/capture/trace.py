@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree  # checked on 2.13; torch.export's own containers use it
 
 from autoplan.capture.builder import build_graph
+from autoplan.capture.custom_backward import check_calls, watched
 from autoplan.capture.known import KnownValues
 from autoplan.capture.structure import InputLeaf, OutputTree, flatten_output, input_leaves
 from autoplan.errors import CaptureError
@@ -125,7 +126,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model = model
         self._loss_fn = loss_fn
-        self._mode = mode
+        self.mode = mode
         self._positional = positional
         self.note = note  # torch.export undoes assignments to a module's own attributes
         self.training = model.training
@@ -138,7 +139,7 @@ class _WithLoss(nn.Module):
         self.note.tree = flatten_output(outputs, tensors)
         self.note.num_tensors = len(tensors)
         loss = None
-        if self._mode == "train":
+        if self.mode == "train":
             loss = (
                 _own_loss(outputs)
                 if self._loss_fn is None
@@ -222,9 +223,11 @@ def _export(
     wrapper: _WithLoss, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> torch.export.ExportedProgram:
     try:
-        with _random_state_kept(), warnings.catch_warnings():
+        with _random_state_kept(), warnings.catch_warnings(), watched() as calls:
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
+            if wrapper.mode == "train":
+                check_calls(calls)
             plain: torch.export.ExportedProgram = exported.run_decompositions({})
             return plain
     except CaptureError:

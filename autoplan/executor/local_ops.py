@@ -17,7 +17,7 @@ from torch import nn
 from autoplan.executor.local_op import Call, LocalOp
 from autoplan.executor.meshes import Ranks
 from autoplan.executor.reduced_ops import REDUCED_OPS
-from autoplan.executor.special_ops import SPECIAL_OPS
+from autoplan.executor.special_ops import SPECIAL_OPS, Drawn
 from autoplan.graph import Op, Ref, TensorMeta
 
 Tensor = torch.Tensor
@@ -35,12 +35,22 @@ def local_call(local: LocalOp, ranks: Ranks) -> Call:
     if any("device" == a.name for a in overload._schema.arguments) and not local.op.inputs:
         given["device"] = str(ranks.device)
     args, kwargs = _by_schema(overload, given)
+    if op.target == "aten.view_as_complex.default":
+        return Call(_as_complex, args, kwargs)
+    if op.draws:
+        drawn = Drawn(overload, local.index, local.over_time, ranks.device)
+        return Call(drawn, args, kwargs, needs_moment=True)
     is_mean_loss = op.target in _MEAN_LOSSES and op.arguments.get("reduction", 1) == 1
     if is_mean_loss or op.target.startswith("aten.mean."):
         share = _share(local)
         if share != 1.0:
             return Call(_ScaledMean(overload, share), args, kwargs)
     return Call(overload, args, kwargs)
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    """Pairs as complex numbers; a converted layout may have left them apart in memory."""
+    return torch.view_as_complex(x.contiguous())
 
 
 _OWN_FORMS = {**SPECIAL_OPS, **REDUCED_OPS}
@@ -74,6 +84,7 @@ def _by_schema(
         args.append(_value(argument.name, given.get(argument.name, argument.default_value)))
     while (
         args
+        and positional[len(args) - 1].has_default_value()
         and args[-1] == positional[len(args) - 1].default_value
         and not isinstance(args[-1], Ref)
     ):

@@ -101,6 +101,29 @@ def _dropout(local: LocalOp, ranks: Ranks) -> Call:
     return Call(module, (Ref(0),), {}, needs_moment=True)
 
 
+class Drawn(nn.Module):
+    """An op that draws random numbers as it is, from a stream of its own.
+
+    No rule splits it, so all ranks hold the whole of it and draw the same; a recomputed forward
+    draws the first numbers again.
+    """
+
+    def __init__(
+        self, overload: torch._ops.OpOverload, index: int, over_time: bool, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.overload, self.index, self.over_time = overload, index, over_time
+        self.device = device
+
+    def forward(self, moment: Moment, *args: object, **kwargs: object) -> object:
+        microbatch = moment.microbatch if self.over_time else 0
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(stream_seed(moment.seed, self.index, microbatch, 0))
+            # numbers fill memory in order: strides would decide which one goes where
+            whole = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
+            return self.overload(*whole, **kwargs)
+
+
 class VocabularyEmbedding(nn.Module):
     """Look-up in a part of the vocabulary.
 

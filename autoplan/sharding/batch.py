@@ -19,7 +19,6 @@ from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
 from autoplan.sharding.factors import OpRule
 
 SLICE = "autoplan.microbatch"  # value of the whole batch -> its rows of one microbatch
-_RANDOM = frozenset({"autoplan.dropout"})
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class _OverTime:
         self.hindrances: dict[str, str] = {}
 
     def visit(self, op: Op) -> None:
-        from_inputs = op.target not in _RANDOM and all(self.from_inputs[n] for n in op.inputs)
+        from_inputs = not op.draws and all(self.from_inputs[n] for n in op.inputs)
         for name in op.outputs:
             if name:
                 self.from_inputs[name] = from_inputs

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from autoplan.graph import Graph, Op
 
-_RANDOM = frozenset({"autoplan.dropout"})
-
 
 def free_ops(graph: Graph) -> frozenset[str]:
     """Names of the ops that depend on inputs alone or on parameters alone, and on no random
@@ -28,11 +26,7 @@ def free_ops(graph: Graph) -> frozenset[str]:
     free: set[str] = set()
     for op in graph.ops:
         origins = {source[name] for name in op.inputs} - {""}
-        origin = (
-            "x"
-            if len(origins) > 1 or "x" in origins or op.target in _RANDOM
-            else next(iter(origins), "")
-        )
+        origin = "x" if len(origins) > 1 or "x" in origins or op.draws else next(iter(origins), "")
         if origin != "x":
             free.add(op.name)
         for name in op.outputs:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward passes written by hand, which a forward-only graph does not have.
+
+`torch.export` traces the forward of a `torch.autograd.Function`; a plan's backward is the
+derivative of that forward. `watched` notes the calls while a model is traced, `check_calls`
+compares both backwards of each on small random inputs, and a function whose own backward is another
+one (a straight-through estimator, a clipped derivative) is refused: the plan would train another
+model.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import Function  # checked on 2.13
+
+from autoplan.errors import CaptureError
+
+LARGEST = 6  # sizes above it are made smaller in the comparison, equal ones equally
+TOLERANCE = 1e-5  # forwards may cast to float32
+_SCALES = (1.0, 1e-6, 1e2)  # ordinary numbers, and the ends where derivatives are clipped
+
+
+@dataclass
+class Calls:
+    """Calls of hand-written functions, one of each class: class -> (arguments, where)."""
+
+    found: dict[type[Function], tuple[tuple[object, ...], str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Meta:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@contextmanager
+def watched() -> Iterator[Calls]:
+    """Notes the hand-written functions that are applied inside, torch's own left out."""
+    calls, original = Calls(), vars(Function)["apply"]
+
+    def noted(cls: type[Function], /, *args: object, **kwargs: object) -> Any:
+        if not cls.__module__.startswith("torch.") and cls not in calls.found:
+            metas = tuple(_meta(a) if isinstance(a, torch.Tensor) else a for a in args)
+            if any(isinstance(m, _Meta) and m.requires_grad for m in metas):
+                calls.found[cls] = (metas, _where())
+        return original.__func__(cls, *args, **kwargs)
+
+    setattr(Function, "apply", classmethod(noted))  # noqa: B010 # mypy knows it as a method
+    try:
+        yield calls
+    finally:
+        setattr(Function, "apply", original)  # noqa: B010
+
+
+def check_calls(calls: Calls) -> None:
+    """Refuses functions whose backward is not the derivative of their forward.
+
+    Raises:
+        CaptureError: Names the function and where it is called.
+    """
+    for function, (args, where) in calls.found.items():
+        if not all(_agrees(function, args, scale, sign) for scale in _SCALES for sign in (-1, 1)):
+            raise CaptureError(
+                f"the model cannot be captured at {where}: {function.__name__} is a "
+                "torch.autograd.Function whose backward is not the derivative of its forward, as "
+                "far as small random inputs tell, and a plan keeps the forward alone. Write it "
+                "with torch ops and detach(), as in x + (f(x) - x).detach(), or use mode='infer'."
+            )
+
+
+def _meta(x: torch.Tensor) -> _Meta:
+    return _Meta(tuple(x.shape), x.dtype, x.requires_grad and torch.is_grad_enabled())
+
+
+def _where() -> str:
+    own = [f for f in traceback.extract_stack() if not any(p in f.filename for p in _NOT_THEIRS)]
+    last = own[-1] if own else traceback.extract_stack()[-1]
+    return f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno} in {last.name}"
+
+
+_NOT_THEIRS = ("/torch/", "/autoplan/")
+
+
+class _Context:
+    """What a forward may do with its ctx."""
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+
+    def save_for_backward(self, *tensors: object) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: object) -> None: ...
+
+    def mark_dirty(self, *tensors: object) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def _agrees(function: type[Function], args: tuple[object, ...], scale: float, sign: int) -> bool:
+    """Both backwards give the same gradients for one set of random inputs."""
+    generator = torch.Generator().manual_seed(0)
+    sizes: dict[int, int] = {}
+
+    def made(meta: object) -> object:
+        if not isinstance(meta, _Meta):
+            return meta
+        shape = [
+            s if s <= LARGEST else sizes.setdefault(s, LARGEST + 1 + len(sizes)) for s in meta.shape
+        ]
+        if not meta.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=meta.dtype)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        return (x if sign < 0 else x.abs()).requires_grad_(meta.requires_grad)
+
+    given = [made(a) for a in args]
+    needs = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+
+    def plain() -> Any:
+        if function.setup_context is not Function.setup_context:  # the form without ctx
+            return function.forward(*given)
+        return function.forward(_Context(needs), *given)
+
+    wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+    try:
+        own = _gradients(lambda: function.apply(*given), wanted)  # type: ignore[no-untyped-call]
+        derived = _gradients(plain, wanted)
+    except Exception:  # whatever the function raises on inputs that it was not made for
+        return False
+    return all(
+        torch.allclose(a, b, rtol=TOLERANCE, atol=0.0, equal_nan=True) for a, b in zip(own, derived)
+    )
+
+
+def _gradients(call: Callable[[], Any], wanted: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        made = call()
+        outputs = [
+            x
+            for x in (made if isinstance(made, tuple) else (made,))
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view_as(x) for x in outputs]
+        found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with a `torch.autograd.Function`: kept where its backward is the derivative of its
+forward, refused where it is not; and ops that draw random numbers besides dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases.running import plain_cluster
+from torch import Tensor, nn
+
+import autoplan
+from autoplan.capture import capture
+
+
+class Cube(torch.autograd.Function):
+    """x^3 with its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class Clipped(Cube):
+    """x^3 whose derivative is at most 100."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (3 * x**2).clamp(max=100.0) * grad
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding with the gradient of the identity, in the form without ctx."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Applies(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function, self.fc = function, nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function.apply(self.fc(x)).square().mean()
+        return result
+
+
+def test_backward_that_is_the_derivative_is_kept() -> None:
+    model, inputs = Applies(Cube), {"x": torch.randn(4, 12)}
+    parallel = autoplan.parallelize(model, autoplan.optimize(model, plain_cluster(1), inputs))
+    parallel.forward_backward(**inputs)
+    model(**inputs).backward()
+    ours = {n: p.grad for n, p in parallel.named_parameters()}
+    assert all(torch.allclose(ours[n], p.grad) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("function", [Clipped, Rounded])
+def test_another_backward_is_refused_by_name(function: type[torch.autograd.Function]) -> None:
+    """It runs in no plan that trains; without a backward there is nothing to lose."""
+    model, inputs = Applies(function), {"x": torch.randn(4, 12)}
+    with pytest.raises(autoplan.CaptureError) as refusal:
+        autoplan.optimize(model, plain_cluster(2), inputs)
+    message = str(refusal.value)
+    assert function.__name__ in message
+    assert "test_custom_backward.py:" in message
+    assert capture(model, inputs, mode="infer").graph.ops
+    assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
+
+
+class Noisy(nn.Module):
+    """Adds noise to a parameter's product and a draw of its own to the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = h + torch.rand_like(h) + torch.randn(16)
+        return self.down(h).square().mean()
+
+
+def draws(rank: int, text: str) -> list[float]:
+    """Losses of three steps; every process has another random state of its own."""
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(4, 8)
+    parallel = autoplan.parallelize(model, autoplan.Plan.from_json(text))
+    torch.manual_seed(rank)
+    return [float(parallel.forward_backward(x=x)) for _ in range(3)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2}, {"pp": 2}], ids=["tp", "dp", "pp"])
+def test_drawn_numbers_are_the_same_on_all_ranks_and_new_every_step(pins: dict[str, int]) -> None:
+    from pool import run
+
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 8)}
+    degrees = {"tp": 1, "dp": 1, "pp": 1, **pins}
+    plan = autoplan.optimize(Noisy(), plain_cluster(2), inputs, pins=autoplan.Pins(**degrees))
+    first, second = run(2, draws, plan.to_json())
+    alone = autoplan.optimize(Noisy(), plain_cluster(1), inputs)
+    assert first == second
+    assert len(set(first)) == 3
+    assert first == pytest.approx(draws(0, alone.to_json()), rel=1e-5)
