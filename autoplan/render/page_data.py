@@ -119,7 +119,7 @@ def _facts(plan: Plan) -> list[tuple[str, str, str]]:
         ("model FLOP utilisation", f"{e.mfu:.1%}", "of the used devices' peak"),
         ("fullest device", format_bytes(e.peak_memory_bytes), peak),
         ("batch", f"{model.batch_size} samples", count),
-        ("resting on", first, f"numbers{'; ' + rest if rest else ''}"),
+        ("source of the seconds", first, rest),
         ("search", proof, tried),
     ]
 

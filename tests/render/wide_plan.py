@@ -12,7 +12,8 @@ from sample_plans import HIDDEN, LLAMA_BLOCK, SEQ, llama_plan
 
 from autoplan.cluster import Cluster
 from autoplan.plan import BoundaryTensor, ParameterPlan, Plan, StagePlan
-from autoplan.plan_estimates import CutRunnerUp
+from autoplan.plan_estimates import Alternative, CutRunnerUp
+from autoplan.render.timeline import step_timeline
 
 NUM_STAGES, NUM_MICROBATCHES, LAYERS_PER_STAGE = 64, 512, 2
 NUM_HOSTS, DEVICES_PER_HOST, DP, TP = 128, 8, 2, 8
@@ -20,8 +21,6 @@ NUM_HOSTS, DEVICES_PER_HOST, DP, TP = 128, 8, 2, 8
 
 def wide_plan(num_stages: int = NUM_STAGES, num_microbatches: int = NUM_MICROBATCHES) -> Plan:
     """A plan of dp=2 tp=8 under 1F1B; its step time is that of the replayed schedule."""
-    from autoplan.render.timeline import step_timeline
-
     base = llama_plan()
     num_hosts = num_stages * DP * TP // DEVICES_PER_HOST
     cluster = Cluster.load(f"dgx-h100-{num_hosts}x{DEVICES_PER_HOST}")
@@ -58,8 +57,29 @@ def wide_plan(num_stages: int = NUM_STAGES, num_microbatches: int = NUM_MICROBAT
         buffers={},
         settings=replace(base.settings, pins={}),
     )
-    end_s = step_timeline(plan).end_s
-    return replace(plan, estimate=replace(plan.estimate, step_time_s=end_s))
+    timeline = step_timeline(plan)
+
+    def share_s(*activities: str) -> float:
+        busy = (lane.busy_s(what) for lane in timeline.lanes for what in activities)
+        return sum(busy) / num_stages
+
+    parts = {
+        "compute_s": share_s("forward", "recompute", "backward"),
+        "communication_s": share_s("communication", "reduction"),
+        "optimizer_s": share_s("optimizer"),
+    }
+    bubble_s = timeline.end_s - sum(parts.values())
+    estimate = replace(
+        base.estimate, step_time_s=timeline.end_s, bubble_s=bubble_s, **parts
+    )
+    return replace(plan, estimate=estimate, alternatives=_alternatives(base, timeline.end_s))
+
+
+def _alternatives(base: Plan, step_s: float) -> tuple[Alternative, ...]:
+    slower, refused = base.alternatives
+    terms = {"compute_s": 0.7, "communication_s": 0.2, "bubble_s": 0.2, "optimizer_s": 0.1}
+    seconds = {term: share * step_s for term, share in terms.items()}
+    return replace(slower, step_time_s=1.2 * step_s, **seconds), refused
 
 
 def _stage(base: Plan, index: int, num_stages: int) -> StagePlan:

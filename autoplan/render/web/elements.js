@@ -48,6 +48,17 @@ const formatShare = (share) => `${(100 * share).toFixed(1)}%`;
 // "1 host", "2 hosts".
 const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
+// Stage numbers as "0-3, 7".
+function formatStages(stages) {
+  const runs = [];
+  for (const stage of stages) {
+    const last = runs[runs.length - 1];
+    if (last && stage === last[1] + 1) last[1] = stage;
+    else runs.push([stage, stage]);
+  }
+  return runs.map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`)).join(", ") || "-";
+}
+
 // A colour of the palette; the one of idle things follows light and dark.
 function colour(group, name) {
   const value = plan.colours[group][name];

@@ -97,17 +97,6 @@ function startTable(id, noun, columns, rows) {
   watch(() => drawTable(table));
 }
 
-// Stage numbers as "0-3, 7".
-function formatStages(stages) {
-  const runs = [];
-  for (const stage of stages) {
-    const last = runs[runs.length - 1];
-    if (last && stage === last[1] + 1) last[1] = stage;
-    else runs.push([stage, stage]);
-  }
-  return runs.map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`)).join(", ") || "-";
-}
-
 const nameColumn = { title: "name", isName: true, value: (row) => row.pattern };
 const stagesColumn = { title: "stages", value: (row) => row.stages, form: formatStages };
 const column = (title, key, more = {}) => ({ title, value: (row) => row[key], ...more });

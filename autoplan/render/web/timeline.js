@@ -2,7 +2,7 @@
 
 const LEFT = 128, RIGHT = 62, AXIS = 22, GAP = 2; // pixels: labels, shares, time axis, between lanes
 const MIN_LANE = 12, MAX_LANE = 40, ONE_LANE = 64, WANTED_HEIGHT = 420;
-const MAX_ZOOM = 1e5;
+const MAX_ZOOM = 1e5, WIDE = 3; // pixels from which a box is drawn as itself
 
 // A lane with arrays: start of every box (and the end of the last), activity, microbatch or -1.
 function decodeLane(lane) {
@@ -25,6 +25,8 @@ function decodeLane(lane) {
 }
 
 const LANES = plan.timeline.lanes.map(decodeLane);
+// Seconds between equal passes of consecutive microbatches once a pipeline is full.
+const PERIOD_S = Math.max(...plan.stages.map((stage) => stage.forward_s + stage.backward_s));
 const BUBBLE = plan.timeline.activities.indexOf("bubble");
 const view = { from: 0, to: plan.timeline.end_s, cursor: -1 };
 
@@ -70,47 +72,77 @@ function activityColours() {
   });
 }
 
-// Draws one lane: wide boxes as they are, columns of narrow ones in the mixture of their colours.
-function drawLane(context, lane, y, height, width, colours) {
-  const scale = width / (view.to - view.from);
-  const rgb = colours.map(channels), kinds = colours.length;
-  const covered = new Float32Array((Math.ceil(width) + 1) * kinds);
-  context.fillStyle = colours[BUBBLE];
-  context.fillRect(LEFT, y, width, height);
-  context.font = `${Math.min(height - 2, 12)}px sans-serif`;
+// A colour as the 32 bits of a pixel.
+function pixelOf(hex) {
+  const [r, g, b] = channels(hex);
+  return new Uint32Array(new Uint8Array([r, g, b, 255]).buffer)[0];
+}
+
+// The narrow boxes of a lane as a picture: each column is stacked, from below, by the share of its
+// time that goes to each activity; the rest, on top, is bubble.
+function columnPicture(covered, kinds, width, height, colours) {
+  const picture = new ImageData(width, height), pixels = new Uint32Array(picture.data.buffer);
+  const packed = colours.map(pixelOf);
+  pixels.fill(packed[BUBBLE]);
+  for (let c = 0; c < width; c++) {
+    let sum = 0, filled = 0;
+    for (let kind = 0; kind < kinds; kind++) {
+      sum += covered[c * kinds + kind];
+      const upTo = Math.min(Math.round(sum * height), height);
+      for (; filled < upTo; filled++) pixels[(height - 1 - filled) * width + c] = packed[kind];
+    }
+  }
+  return picture;
+}
+
+// Averages what columns are covered by over `window` columns around each, so that microbatches of
+// a few pixels do not make a pattern that depends on the zoom.
+function averaged(covered, kinds, columns, window) {
+  const smooth = new Float32Array(covered.length), sums = new Float64Array(columns + 1);
+  const upTo = (x) => sums[Math.floor(x)] + (x % 1 && (x % 1) * (sums[Math.ceil(x)] - sums[Math.floor(x)]));
+  for (let kind = 0; kind < kinds; kind++) {
+    for (let c = 0; c < columns; c++) sums[c + 1] = sums[c] + covered[c * kinds + kind];
+    for (let c = 0; c < columns; c++) {
+      const from = Math.max(c + 0.5 - window / 2, 0), to = Math.min(c + 0.5 + window / 2, columns);
+      smooth[c * kinds + kind] = (upTo(to) - upTo(from)) / (to - from);
+    }
+  }
+  return smooth;
+}
+
+// Draws one lane in the pixels of the screen: narrow boxes as columns, then the wide ones.
+function drawLane(context, lane, y, height, width, ratio, colours) {
+  const kinds = colours.length, columns = Math.round(width * ratio);
+  const scale = columns / (view.to - view.from);
+  const covered = new Float32Array((columns + 1) * kinds);
+  const wide = [], window = PERIOD_S * scale, blurred = window < 4 * WIDE * ratio;
   for (let i = boxAt(lane, view.from); i < lane.count && lane.start[i] < view.to; i++) {
     const what = lane.activity[i];
     if (what === BUBBLE) continue;
     const left = Math.max((lane.start[i] - view.from) * scale, 0);
-    const right = Math.min((lane.start[i + 1] - view.from) * scale, width);
-    if (right - left < 1.5) {
-      for (let c = Math.floor(left); c < right; c++) {
-        covered[c * kinds + what] += Math.min(right, c + 1) - Math.max(left, c);
-      }
+    const right = Math.min((lane.start[i + 1] - view.from) * scale, columns);
+    if (right - left >= WIDE * ratio && !(blurred && lane.microbatch[i] >= 0)) {
+      wide.push([i, Math.round(left) / ratio, Math.round(right) / ratio]);
       continue;
     }
-    const space = right - left > 5 ? 1 : 0;
-    context.fillStyle = colours[what];
-    context.fillRect(LEFT + left, y, right - left - space, height);
-    if (lane.microbatch[i] < 0 || height < 10) continue;
-    const text = String(lane.microbatch[i]);
-    if (context.measureText(text).width + 4 > right - left) continue;
-    context.fillStyle = inkOn(colours[what]);
-    context.fillText(text, LEFT + (left + right) / 2, y + height / 2 + 0.5);
-  }
-  for (let c = 0; c < width; c++) {
-    let sum = 0;
-    const mixed = [0, 0, 0];
-    for (let kind = 0; kind < kinds; kind++) {
-      const share = covered[c * kinds + kind];
-      sum += share;
-      for (let k = 0; k < 3; k++) mixed[k] += share * rgb[kind][k];
+    for (let c = Math.floor(left); c < right; c++) {
+      covered[c * kinds + what] += Math.min(right, c + 1) - Math.max(left, c);
     }
-    if (sum < 0.004) continue;
-    context.globalAlpha = Math.min(sum, 1);
-    context.fillStyle = `rgb(${mixed.map((m) => Math.round(m / sum)).join(",")})`;
-    context.fillRect(LEFT + c, y, 1, height);
-    context.globalAlpha = 1;
+  }
+  const rows = Math.round((y + height) * ratio) - Math.round(y * ratio);
+  const shares = blurred ? averaged(covered, kinds, columns, Math.max(window, 1)) : covered;
+  context.putImageData(columnPicture(shares, kinds, columns, rows, colours),
+    Math.round(LEFT * ratio), Math.round(y * ratio));
+  context.font = `${Math.min(height - 2, 12)}px sans-serif`;
+  for (const [i, left, right] of wide) {
+    const background = colours[lane.activity[i]];
+    context.fillStyle = background;
+    context.fillRect(LEFT + left, y, right - left - (right - left > 6 ? 1 : 0), height);
+    const text = String(lane.microbatch[i]);
+    if (lane.microbatch[i] < 0 || height < 10) continue;
+    if (context.measureText(text).width + 4 > right - left) continue;
+    context.fillStyle = inkOn(background);
+    context.fillText(text, LEFT + (left + right) / 2, y + height / 2 + 0.5);
   }
 }
 
@@ -158,7 +190,7 @@ function drawTimeline() {
   lanes.forEach((lane, row) => {
     const y = AXIS + row * (height + GAP), stage = plan.stages[lane.stage];
     context.textAlign = "center";
-    drawLane(context, lane, y, height, width, colours);
+    drawLane(context, lane, y, height, width, ratio, colours);
     context.font = "11px sans-serif";
     context.fillStyle = stageColour(lane.stage);
     context.fillRect(0, y, 5, height);

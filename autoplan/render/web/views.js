@@ -176,7 +176,10 @@ function trafficBar(where, sums, scale) {
 function hostItem(kind, scales) {
   const noun = kind.count === 1 ? "host" : "hosts";
   const title = `${noun} ${kind.hosts}`;
-  const alike = kind.count === 1 ? "" : `, ${kind.count} alike: bytes of each, devices of host ${kind.first}`;
+  const { stages } = kind, where = !stages.length ? "idle"
+    : `${stages.length === 1 ? "stage" : "stages"} ${formatStages(stages)}`;
+  const alike = kind.count === 1 ? where
+    : `${where}; ${kind.count} alike: bytes of each, devices of host ${kind.first}`;
   const devices = kind.devices.map((stage) => {
     const idle = stage === null;
     const box = make("span", { class: idle ? "device idle" : "device" });
@@ -185,8 +188,8 @@ function hostItem(kind, scales) {
   });
   const { intra } = plan.cluster;
   return make("li", {}, [
-    make("div", { class: "host" }, [make("strong", {}, [title]), alike,
-      make("span", { class: "about" }, [` ranks ${kind.ranks}`])]),
+    make("div", { class: "host" }, [make("strong", {}, [title]), ` ${alike} `,
+      make("span", { class: "about" }, [`ranks ${kind.ranks}`])]),
     trafficBar("leaves the host", kind.outside, scales.outside),
     trafficBar("inside it", kind.inside, scales.inside),
     make("div", { class: "devices", title: intra }, devices),
