@@ -25,7 +25,7 @@ from autoplan.render.layout import (
     natural_key,
     number_ranges,
 )
-from autoplan.render.network import host_traffic
+from autoplan.render.network import host_traffic, hosts_of_ranks
 from autoplan.render.text import alternative_name
 from autoplan.render.timeline import Lane, step_timeline
 from autoplan.units import format_bytes, format_count, format_seconds
@@ -161,6 +161,19 @@ def _stage(plan: Plan, stage: StagePlan) -> Json:
         "layers": [[label, int(label in again)] for label in stage.layers],
         "forward_s": e.forward_s,
         "backward_s": e.backward_s,
+        "communication_s": e.communication_s,
+        "recompute_s": e.recompute_s,
+        "send_s": e.send_s,
+        "reduction_s": e.reduction_s,
+        "optimizer_s": e.optimizer_s,
+        "sent_bytes": {
+            axis: sum(t.sent_bytes for t in stage.traffic if t.axis == axis) for axis in AXES
+        },
+        "receives": [
+            f"{t.name} {format_dtype(t.dtype)} {format_shape(t.shape)} {t.layout} from stage "
+            f"{t.from_stage}, {format_bytes(t.size_bytes)} per microbatch and device"
+            for t in stage.receives
+        ],
         "memory": {term: getattr(memory, term) for term in MEMORY},
         "total_bytes": memory.total,
         "reserve_bytes": memory.reserve,
@@ -201,18 +214,19 @@ def coded_lane(lane: Lane, activities: Sequence[str], tick_s: float) -> Json:
     symbols: dict[tuple[int, int, int | None], int] = {}
     boxes: list[int] = []
 
-    def add(activity: str, seconds: float, step: int | None) -> None:
-        ticks = round(seconds / tick_s)
-        if ticks > 0:
-            symbol = (number_of[activity], ticks, step)
+    def add(activity: str, seconds: float, step: int | None) -> bool:
+        symbol = (number_of[activity], round(seconds / tick_s), step)
+        if symbol[1] > 0:
             boxes.append(symbols.setdefault(symbol, len(symbols)))
+        return symbol[1] > 0
 
     end_s, microbatch = 0.0, 0
     for box in lane.boxes:
         add("bubble", box.start_s - end_s, None)
         step = None if box.microbatch is None else box.microbatch - microbatch
-        add(box.activity, box.end_s - box.start_s, step)
-        microbatch, end_s = microbatch + (step or 0), box.end_s
+        if add(box.activity, box.end_s - box.start_s, step):
+            microbatch += step or 0
+        end_s = box.end_s
     return {"stage": lane.stage, "symbols": [list(s) for s in symbols], "boxes": boxes}
 
 
@@ -222,7 +236,7 @@ def coded_lane(lane: Lane, activities: Sequence[str], tick_s: float) -> Json:
 def _cluster(plan: Plan) -> Json:
     """The tree: the network, kinds of hosts, their devices; bytes of one step by mesh axis."""
     cluster, description = plan.cluster, plan.cluster.description
-    host_of = _host_of(plan)
+    host_of = hosts_of_ranks(plan)
     hosts_of_stage = {s.index: {host_of[r] for r in s.ranks} for s in plan.stages}
     kinds = []
     for kind in host_traffic(plan):
@@ -248,12 +262,6 @@ def _cluster(plan: Plan) -> Json:
         "inter": _link(description.get("inter_host")),
         "kinds": kinds,
     }
-
-
-def _host_of(plan: Plan) -> list[int]:
-    given = plan.cluster.description.get("rank_hosts")
-    size = plan.cluster.devices_per_host
-    return [r // size if given is None else int(given[r]) for r in range(plan.cluster.num_devices)]
 
 
 def _link(link: Any) -> str:
@@ -350,7 +358,12 @@ def _ops(plan: Plan, places: _Places) -> list[list[Any]]:
         flow = format_flow(chosen.inputs, chosen.outputs) if chosen else ""
         seconds = (op.forward_s, op.backward_s, op.communication_s)
         stages = places.stages(op.module_path, op.count)
-        about = (op.module_path, op.name, op.kind.removeprefix("aten.").removesuffix(".default"), flow)
+        about = (
+            op.module_path,
+            op.name,
+            op.kind.removeprefix("aten.").removesuffix(".default"),
+            flow,
+        )
         return [*about, *seconds, op.saved_bytes, op.count, op.source, stages]
 
     return [row(op) for op in plan.op_estimates]

@@ -114,7 +114,8 @@ class Tab:
 
     def open(self, page: Path) -> None:
         """Loads a file, and returns when it is loaded."""
-        self._events.clear()
+        for notes in (self._events, self.complaints, self.requests):
+            notes.clear()
         self._address = page.as_uri()
         self.call("Page.navigate", url=self._address)
         self.wait_for("Page.loadEventFired")
@@ -171,9 +172,7 @@ def chromium_tab(program: str) -> Iterator[Tab]:
             (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
         ]
         arguments = [program, *FLAGS, f"--user-data-dir={folder}"]
-        process = os.posix_spawn(
-            program, arguments, os.environ, file_actions=actions, setpgroup=0
-        )
+        process = os.posix_spawn(program, arguments, os.environ, file_actions=actions, setpgroup=0)
         os.close(theirs_read)
         os.close(theirs_write)
         try:

@@ -88,14 +88,21 @@ def test_the_page_reaches_for_nothing(make: Callable[[], Plan]) -> None:
 @EACH
 def test_the_policy_allows_this_style_and_script_alone(make: Callable[[], Plan]) -> None:
     reader = Reader(page_html(make()))
-    policies = [a["content"] or "" for t, a in reader.tags if "Security" in str(a.get("http-equiv"))]
+    policies = [
+        a["content"] or "" for t, a in reader.tags if "Security" in str(a.get("http-equiv"))
+    ]
     rules = dict(rule.strip().split(" ", 1) for rule in policies[0].split(";"))
     assert rules["default-src"] == "'none'"
     assert rules["script-src"] == f"'{_digest(reader.text('script', 1))}'"
     assert rules["style-src"] == f"'{_digest(reader.text('style'))}'"
     assert rules["img-src"] == "data:"
     assert set(rules) == {
-        "default-src", "script-src", "style-src", "img-src", "base-uri", "form-action"
+        "default-src",
+        "script-src",
+        "style-src",
+        "img-src",
+        "base-uri",
+        "form-action",
     }
 
 

@@ -7,6 +7,8 @@ every stage waits now and then.
 
 from __future__ import annotations
 
+from functools import cache
+
 from msgspec.structs import replace
 from sample_plans import HIDDEN, LLAMA_BLOCK, SEQ, llama_plan
 
@@ -19,6 +21,7 @@ NUM_STAGES, NUM_MICROBATCHES, LAYERS_PER_STAGE = 64, 512, 2
 NUM_HOSTS, DEVICES_PER_HOST, DP, TP = 128, 8, 2, 8
 
 
+@cache
 def wide_plan(num_stages: int = NUM_STAGES, num_microbatches: int = NUM_MICROBATCHES) -> Plan:
     """A plan of dp=2 tp=8 under 1F1B; its step time is that of the replayed schedule."""
     base = llama_plan()
@@ -69,9 +72,7 @@ def wide_plan(num_stages: int = NUM_STAGES, num_microbatches: int = NUM_MICROBAT
         "optimizer_s": share_s("optimizer"),
     }
     bubble_s = timeline.end_s - sum(parts.values())
-    estimate = replace(
-        base.estimate, step_time_s=timeline.end_s, bubble_s=bubble_s, **parts
-    )
+    estimate = replace(base.estimate, step_time_s=timeline.end_s, bubble_s=bubble_s, **parts)
     return replace(plan, estimate=estimate, alternatives=_alternatives(base, timeline.end_s))
 
 

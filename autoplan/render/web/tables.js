@@ -1,4 +1,4 @@
-// Tables that can be filtered and sorted: parameters, conversions, ops.
+// Tables that can be filtered and sorted: stages, parameters, conversions, ops.
 
 const PAGE = 200; // rows drawn at once
 
@@ -104,8 +104,26 @@ const seconds = (title, key) => column(title, key, { kind: "number", form: forma
 const bytes = (title, key) => column(title, key, { kind: "number", form: formatBytes });
 const count = (title, key) => column(title, key, { kind: "number" });
 
-// The three tables of the page.
+// Stages as rows; their names are those of their blocks and parameters.
+function stageRows() {
+  return plan.stages.map((stage) => {
+    const layers = LAYERS.filter((layer) => layer.stage === stage.index);
+    const names = layers.flatMap((layer) => [layer.label, ...layer.parameters.map((p) => p.name)]);
+    return { ...stage, ...stage.sent_bytes, names, stages: [stage.index], numLayers: layers.length,
+      numAgain: layers.filter((layer) => layer.again).length, received: stage.receives.join("; ") };
+  });
+}
+
+// The four tables of the page.
 function startTables() {
+  startTable("stages", "stages", [
+    count("stage", "index"), column("ranks", "ranks"), column("mesh", "mesh"), count("layers", "numLayers"),
+    count("run again", "numAgain"), seconds("forward", "forward_s"), seconds("backward", "backward_s"),
+    seconds("of both, conversions", "communication_s"), seconds("recompute", "recompute_s"),
+    seconds("send", "send_s"), seconds("reduction", "reduction_s"), seconds("optimizer", "optimizer_s"),
+    ...Object.keys(plan.colours.axis).map((axis) => bytes(`sent on ${axis}`, axis)),
+    bytes("memory", "total_bytes"), column("receives", "received", { kind: "reason" }),
+  ], stageRows());
   startTable("parameters", "parameters", [
     nameColumn, column("shape", "shape"), column("dtype", "dtype"),
     column("stored", "stored", { chips: true }), column("used", "used", { chips: true }),
