@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from autoplan.plan import ParameterPlan, Plan, StagePlan
-from autoplan.plan_estimates import Alternative, Conversion, OpEstimate
+from autoplan.plan_estimates import Alternative, Conversion, CutRunnerUp, OpEstimate
 from autoplan.render.colours import ACTIVITY, AXES, IDLE, MEMORY, PLACEMENT, STAGES
 from autoplan.render.layout import (
     fold_names,
@@ -91,10 +91,11 @@ def front_coded(names: Iterable[str]) -> list[str | int]:
 
 def _subtitle(plan: Plan) -> str:
     s, cluster = plan.schedule, plan.cluster
+    hosts = _counted(cluster.num_hosts, "host")
+    microbatches = f"{s.num_microbatches} microbatch" + "es" * (s.num_microbatches != 1)
     return (
-        f"{cluster.num_devices} {cluster.device} in {cluster.num_hosts} hosts ({cluster.name}), "
-        f"dp={plan.layout.dp} tp={plan.layout.tp} pp={plan.layout.pp}, "
-        f"{s.name} with {s.num_microbatches} microbatches"
+        f"{cluster.num_devices} {cluster.device} in {hosts} ({cluster.name}), "
+        f"dp={plan.layout.dp} tp={plan.layout.tp} pp={plan.layout.pp}, {s.name}, {microbatches}"
     )
 
 
@@ -105,7 +106,7 @@ def _facts(plan: Plan) -> list[tuple[str, str, str]]:
     if e.expected_error is not None:
         error = f"expected error {e.expected_error:.1%} ({e.expected_error_source})"
     sources = sorted(e.sources.items(), key=lambda item: (-item[1], item[0]))
-    first, *others = [f"{share:.0%} {name}" for name, share in sources if share > 0] or ["no"]
+    first, *others = [f"{share:.0%} {name}" for name, share in sources if share > 0] or ["none"]
     rest = ", ".join(others)
     peak = f"of {format_bytes(plan.cluster.memory_bytes)}, on stage {e.peak_stage}"
     settings = f"{plan.settings.mode}, {plan.settings.precision or 'own dtypes'}"
@@ -113,12 +114,12 @@ def _facts(plan: Plan) -> list[tuple[str, str, str]]:
     count = f"{format_count(model.num_parameters)} parameters, {settings}{optimizer}"
     search = plan.search
     proof = "proven best" if search.optimal else f"proven within {search.gap:.1%} of the best"
-    tried = f"{search.num_candidates} layouts tried, {search.num_rejected} refused"
+    tried = f"{_counted(search.num_candidates, 'layout')} tried, {search.num_rejected} refused"
     return [
         ("step", format_seconds(e.step_time_s), error),
         ("model FLOP utilisation", f"{e.mfu:.1%}", "of the used devices' peak"),
         ("fullest device", format_bytes(e.peak_memory_bytes), peak),
-        ("batch", f"{model.batch_size} samples", count),
+        ("batch", _counted(model.batch_size, "sample"), count),
         ("source of the seconds", first, rest),
         ("search", proof, tried),
     ]
@@ -142,17 +143,6 @@ def _notes(plan: Plan) -> list[str]:
 def _stage(plan: Plan, stage: StagePlan) -> Json:
     e, memory = stage.estimate, stage.estimate.memory
     again = set(stage.recompute)
-    cut = stage.runner_up
-    words = ""
-    if cut is not None and stage.index + 1 < len(plan.stages):
-        sizes = "/".join(map(str, cut.stage_layers))
-        if cut.step_time_s is None or cut.peak_memory_bytes is None:
-            words = f"next best cut {sizes} layers: refused, {cut.reason}"
-        else:
-            words = (
-                f"next best cut {sizes} layers: step {_signed(cut.step_time_s, format_seconds)}, "
-                f"peak {_signed(cut.peak_memory_bytes, format_bytes)}"
-            )
     return {
         "index": stage.index,
         "ranks": number_ranges(stage.ranks),
@@ -177,8 +167,30 @@ def _stage(plan: Plan, stage: StagePlan) -> Json:
         "memory": {term: getattr(memory, term) for term in MEMORY},
         "total_bytes": memory.total,
         "reserve_bytes": memory.reserve,
-        "cut": words,
+        "cut": _cut(plan, stage.runner_up),
     }
+
+
+def _cut(plan: Plan, runner_up: CutRunnerUp | None) -> str:
+    """What the next best cut is and costs: the stages whose number of layers changes."""
+    if runner_up is None:
+        return ""
+    changed = [
+        f"{_counted(number, 'layer')} in stage {stage.index}"
+        for number, stage in zip(runner_up.stage_layers, plan.stages)
+        if number != len(stage.layers)
+    ]
+    price = f"refused, {runner_up.reason}"
+    if runner_up.step_time_s is not None and runner_up.peak_memory_bytes is not None:
+        price = (
+            f"step {_signed(runner_up.step_time_s, format_seconds)}, "
+            f"peak {_signed(runner_up.peak_memory_bytes, format_bytes)}"
+        )
+    return f"next best cut, {' and '.join(changed)}: {price}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _signed(number: float, form: Any) -> str:

@@ -127,9 +127,7 @@ def test_a_stage_filters_every_view(tab: Tab, tmp_path: Path) -> None:
     assert _texts(tab, ".stage-button") == ["stage 0", "stage 1"]
     tab.run("document.querySelectorAll('.stage-button')[0].click()")
     assert _texts(tab, ".group-name") == ["stage 0"]
-    assert _texts(tab, "#cut") == [
-        "Behind stage 0, the next best cut 16/19 layers: step +13.1 ms, peak -2.00 GiB."
-    ]
+    assert _texts(tab, "#cut")[0].startswith("Stage 0: next best cut, 16 layers in stage 0 and 19 ")
     assert tab.complaints == []
 
 

@@ -254,8 +254,14 @@ def test_a_parameter_says_what_the_runner_up_costs() -> None:
 
 def test_cuts_say_what_the_next_best_costs() -> None:
     first, last = page_data(llama_plan())["stages"]
-    assert first["cut"] == "next best cut 16/19 layers: step +13.1 ms, peak -2.00 GiB"
-    assert last["cut"] == ""
+    assert first["cut"] == (
+        "next best cut, 16 layers in stage 0 and 19 layers in stage 1: "
+        "step +13.1 ms, peak -2.00 GiB"
+    )
+    assert last["cut"] == (
+        "next best cut, 18 layers in stage 0 and 17 layers in stage 1: "
+        "refused, stage 0 needs 78.10 GiB, 73.60 GiB are available"
+    )
 
 
 # ---- the package ----

@@ -102,8 +102,9 @@ def _stage(base: Plan, index: int, num_stages: int) -> StagePlan:
         layout="S(0)R",
         size_bytes=2 * SEQ * HIDDEN * 2,
     )
+    moved = {index: LAYERS_PER_STAGE - 1, index + 1: LAYERS_PER_STAGE + 1}
     cut = CutRunnerUp(
-        stage_layers=(LAYERS_PER_STAGE,) * num_stages,
+        stage_layers=tuple(moved.get(i, LAYERS_PER_STAGE) for i in range(num_stages)),
         step_time_s=0.01,
         peak_memory_bytes=0,
         reason="",

@@ -117,12 +117,13 @@ function stageRows() {
 // The four tables of the page.
 function startTables() {
   startTable("stages", "stages", [
-    count("stage", "index"), column("ranks", "ranks"), column("mesh", "mesh"), count("layers", "numLayers"),
+    count("stage", "index"), column("ranks", "ranks"), count("layers", "numLayers"),
     count("run again", "numAgain"), seconds("forward", "forward_s"), seconds("backward", "backward_s"),
-    seconds("of both, conversions", "communication_s"), seconds("recompute", "recompute_s"),
+    seconds("conversions", "communication_s"), seconds("recompute", "recompute_s"),
     seconds("send", "send_s"), seconds("reduction", "reduction_s"), seconds("optimizer", "optimizer_s"),
     ...Object.keys(plan.colours.axis).map((axis) => bytes(`sent on ${axis}`, axis)),
-    bytes("memory", "total_bytes"), column("receives", "received", { kind: "reason" }),
+    bytes("memory", "total_bytes"),
+    column("receives", "received", { kind: "reason long" }),
   ], stageRows());
   startTable("parameters", "parameters", [
     nameColumn, column("shape", "shape"), column("dtype", "dtype"),
@@ -135,7 +136,7 @@ function startTables() {
     seconds("time", "seconds"), count("count", "count"), seconds("all of them", "total"), stagesColumn,
   ], CONVERSIONS);
   startTable("ops", "ops", [
-    column("module", "module", { kind: "name" }), column("op", "op", { kind: "name" }), column("kind", "kind"),
+    column("module", "module", { kind: "name" }), column("op", "op", { kind: "mono" }), column("kind", "kind"),
     column("layouts", "flow", { kind: "reason" }), seconds("forward", "forward"), seconds("backward", "backward"),
     seconds("own collectives", "communication"), bytes("saved", "saved"),
     count("count", "count"), column("numbers", "source"), stagesColumn,

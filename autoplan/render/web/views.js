@@ -113,7 +113,7 @@ function drawStrip() {
   fill(byId("strip"), groups);
   const cuts = plan.stages.filter((s) => isShown(s.index) && s.cut);
   byId("cut").textContent = selection.stage !== null && cuts.length
-    ? `Behind stage ${cuts[0].index}, the ${cuts[0].cut}.` : "";
+    ? `Stage ${cuts[0].index}: ${cuts[0].cut}.` : "";
   drawBlock();
 }
 
