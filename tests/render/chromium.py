@@ -133,7 +133,7 @@ class Tab:
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")
         self.run(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
-        self.run("new Promise((done) => setTimeout(done, 300))")
+        self.run("new Promise((done) => setTimeout(done, 160))")
 
     def press(self, key: str, text: str = "") -> None:
         """One key, down and up."""
@@ -171,8 +171,9 @@ def chromium_tab(program: str) -> Iterator[Tab]:
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
             (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
         ]
+        environment = {**os.environ, "TMPDIR": folder}
         arguments = [program, *FLAGS, f"--user-data-dir={folder}"]
-        process = os.posix_spawn(program, arguments, os.environ, file_actions=actions, setpgroup=0)
+        process = os.posix_spawn(program, arguments, environment, file_actions=actions, setpgroup=0)
         os.close(theirs_read)
         os.close(theirs_write)
         try:

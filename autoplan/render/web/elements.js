@@ -93,7 +93,7 @@ function legendItem(background, name, kind = "") {
 
 // One coloured part of a bar, `share` of its width; hovering says `text`.
 function segment(share, background, text, kind = "") {
-  const part = make("span", { class: `segment ${kind}` });
+  const part = make("span", { class: `segment ${kind}`, role: "img" });
   part.style.width = `${100 * share}%`;
   if (background) part.style.background = background;
   return tipped(part, text);

@@ -44,7 +44,7 @@ function memoryAxis(scale) {
     mark.style.left = `${100 * share * plan.capacity_bytes / scale}%`;
     axis.append(mark);
   }
-  return make("div", { class: "row memory-row" }, [make("span"), axis, make("span", {}, ["GiB"])]);
+  return make("div", { class: "row memory-row" }, [make("span"), axis, make("span", { class: "about" }, ["GiB"])]);
 }
 
 function drawMemory() {
@@ -182,7 +182,7 @@ function hostItem(kind, scales) {
     : `${where}; ${kind.count} alike: bytes of each, devices of host ${kind.first}`;
   const devices = kind.devices.map((stage) => {
     const idle = stage === null;
-    const box = make("span", { class: idle ? "device idle" : "device" });
+    const box = make("span", { class: idle ? "device idle" : "device", role: "img" });
     if (!idle) box.style.background = stageColour(stage);
     return tipped(box, `host ${kind.first}: ${idle ? "an idle device" : `a device of stage ${stage}`}`);
   });
