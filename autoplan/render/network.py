@@ -43,7 +43,7 @@ class HostTraffic:
 def host_traffic(plan: Plan) -> tuple[HostTraffic, ...]:
     """One entry per kind of host, in the order of their first members."""
     ranks = range(plan.cluster.num_devices)
-    host_of = _hosts(plan)
+    host_of = hosts_of_ranks(plan)
     stage_of = {r: s.index for s in plan.stages for r in s.ranks}
     hosts = [
         HostTraffic((h,), tuple(stage_of.get(r) for r in ranks if host_of[r] == h))
@@ -57,7 +57,8 @@ def host_traffic(plan: Plan) -> tuple[HostTraffic, ...]:
     return _folded(hosts)
 
 
-def _hosts(plan: Plan) -> list[int]:
+def hosts_of_ranks(plan: Plan) -> list[int]:
+    """The number of the host that each rank is on."""
     given = plan.cluster.description.get("rank_hosts")
     if given is not None:
         return [int(h) for h in given]
