@@ -7,7 +7,8 @@
 Importing this loads no torch; `optimize` and `parallelize` do.
 """
 
-from autoplan.api import Pins, optimize, parallelize, register_rule
+from autoplan.api import optimize, parallelize, register_rule
+from autoplan.api_pins import Pins
 from autoplan.cluster import Cluster
 from autoplan.errors import (
     AutoplanError,

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.api import Pins, optimize, parallelize
+from autoplan.api import optimize, parallelize
+from autoplan.api_pins import Pins
 from autoplan.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.plan import Plan

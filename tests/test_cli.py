@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from sample_plans import llama_plan, mlp_plan
 
+from autoplan.api_pins import Pins
 from autoplan.cli import cli
 from autoplan.errors import (
     CaptureError,
@@ -82,7 +83,6 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan | BaseException],
         fake = Planner(outcome)
         api = types.ModuleType("autoplan.api")
         api.optimize_each = fake.optimize_each  # type: ignore[attr-defined]  # a module made by hand
-        api.Pins = lambda **pins: pins  # type: ignore[attr-defined]  # the same
         monkeypatch.setitem(sys.modules, "autoplan.api", api)
         monkeypatch.setitem(sys.modules, "autoplan.cluster", _fake_cluster())
         return fake
@@ -277,17 +277,17 @@ def test_plan_passes_every_pin_on(
         "time_limit_s": 5.0,
         "top": 7,
         "progress": None,  # stderr is no terminal here
-        "pins": {
-            "tp": 4,
-            "pp": 2,
-            "dp": 2,
-            "zero": 3,
-            "num_microbatches": 16,
-            "schedule": "1f1b",
-            "recompute": False,
-            "stage_layers": (3, 4),
-            "placements": {"a.*.w": "RS(0)", "b=c": "RR"},
-        },
+        "pins": Pins(
+            tp=4,
+            pp=2,
+            dp=2,
+            zero=3,
+            num_microbatches=16,
+            schedule="1f1b",
+            recompute=False,
+            stage_layers=(3, 4),
+            placements={"a.*.w": "RS(0)", "b=c": "RR"},
+        ),
     }
 
 
@@ -296,9 +296,7 @@ def test_plan_defaults_pin_nothing(
 ) -> None:
     fake = planner(mlp_plan())
     assert run("plan", f"{model_file}:build", "--cluster", "dgx-h100-2x8").exit_code == 0
-    pins = fake.call["pins"]
-    assert pins.pop("placements") == {}
-    assert set(pins.values()) == {None}
+    assert fake.call["pins"] == Pins()
     assert fake.call["loss_fn"] is None
     assert (fake.call["memory_reserve"], fake.call["time_limit_s"]) == (0.08, 60.0)
 
@@ -531,7 +529,6 @@ def test_size_climbs_until_it_fits(monkeypatch: pytest.MonkeyPatch, model_file: 
 
     api = types.ModuleType("autoplan.api")
     api.optimize_each = optimize_each  # type: ignore[attr-defined]  # a module made by hand
-    api.Pins = lambda **pins: pins  # type: ignore[attr-defined]  # the same
     monkeypatch.setitem(sys.modules, "autoplan.api", api)
     result = run("size", f"{model_file}:build", "--device", "h100-80g", "--max-devices", "8")
     assert result.exit_code == 0

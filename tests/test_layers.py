@@ -28,6 +28,7 @@ MAX_LINES = 500
 
 # Files that are one room with another: its second noun.
 PARTS = {
+    "api_pins": "api",
     "cluster_format": "cluster",
     "plan_checks": "plan",
     "plan_estimates": "plan",

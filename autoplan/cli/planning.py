@@ -246,7 +246,8 @@ def _optimize(
     clusters: Iterable[Cluster], quiet: bool, options: dict[str, Any]
 ) -> Iterator[tuple[Cluster, Plan | InfeasibleError]]:
     """Calls the planner for each cluster in turn."""
-    from autoplan.api import Pins, optimize_each
+    from autoplan.api import optimize_each
+    from autoplan.api_pins import Pins
 
     model, inputs, loss_fn = _build(options.pop("function"))
     names = ("tp", "pp", "dp", "zero", "num_microbatches", "schedule", "recompute", "stage_layers")
