@@ -9,6 +9,7 @@ and written is in `plan_format.py`, how its parts relate in `plan_checks.py`. Sp
 
 from __future__ import annotations
 
+import html
 import os
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,13 @@ class Plan(Document, frozen=True, kw_only=True):
         from autoplan.render.explain import explain_text
 
         return explain_text(self, name)
+
+    def _repr_html_(self) -> str:
+        """The page of the plan, as a notebook shows it: in a frame of its own."""
+        from autoplan.render.page import page_html
+
+        page = html.escape(page_html(self))
+        return f'<iframe srcdoc="{page}" style="width:100%;height:900px;border:0"></iframe>'
 
 
 def _plain(value: Any) -> Any:

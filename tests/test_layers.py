@@ -81,6 +81,7 @@ LATE: dict[tuple[str, str], set[str]] = {
     ("api", "*"): {"torch"},
     ("cli", "*"): set(),
     ("plan", "summary"): {"render"},
+    ("plan", "_repr_html_"): {"render"},
     ("render", "draw_file"): {"render"},
     ("plan", "explain"): {"render"},
 }

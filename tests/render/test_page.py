@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
@@ -289,3 +290,11 @@ def test_the_parts_of_the_page_are_package_data() -> None:
     assert shipped == {path.name for path in (folder / "web").iterdir()}
     for path in (folder / "web").iterdir():
         assert len(path.read_text("utf-8").splitlines()) < 500
+
+
+def test_a_notebook_shows_the_page_in_a_frame() -> None:
+    shown = llama_plan()._repr_html_()
+    assert shown.startswith('<iframe srcdoc="')
+    frame, _, rest = shown.removeprefix('<iframe srcdoc="').partition('"')
+    assert rest == ' style="width:100%;height:900px;border:0"></iframe>'
+    assert html.unescape(frame) == page_html(llama_plan())
