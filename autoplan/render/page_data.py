@@ -113,7 +113,7 @@ def _facts(plan: Plan) -> list[tuple[str, str, str]]:
     optimizer = f", {plan.settings.optimizer}" if plan.settings.mode == "train" else ""
     count = f"{format_count(model.num_parameters)} parameters, {settings}{optimizer}"
     search = plan.search
-    proof = "proven best" if search.optimal else f"proven within {search.gap:.1%} of the best"
+    proof = "proven best" if search.optimal else "the best of those priced"
     tried = f"{_counted(search.num_candidates, 'layout')} tried, {search.num_rejected} refused"
     return [
         ("step", format_seconds(e.step_time_s), error),

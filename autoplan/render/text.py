@@ -176,10 +176,12 @@ def alternative_name(a: Alternative) -> str:
 
 def _alternatives_block(plan: Plan, width: int) -> str:
     search = plan.search
-    proof = "proven best" if search.optimal else f"proven within {search.gap:.1%} of the best"
+    proof = "proven best"
+    if not search.optimal:
+        proof = f"the best of those priced, its program solved within {search.gap:.1%} of its bound"
     tried = f"{search.num_candidates} layouts tried, {search.num_rejected} refused, {proof}"
     if not plan.alternatives:
-        return f"alternatives: none; {tried}"
+        return "\n".join(wrap_lines(f"alternatives: none; {tried}", width))
     rows = [("alternatives", "step", "peak")]
     for a in plan.alternatives:
         step = "-" if a.step_time_s is None else format_seconds(a.step_time_s)
@@ -189,7 +191,7 @@ def _alternatives_block(plan: Plan, width: int) -> str:
     body = lines[:1]
     for line, a in zip(lines[1:], plan.alternatives):
         body += [line, *(f"    {more}" for more in wrap_lines(a.reason, width - 4))]
-    return "\n".join([*body, f"  {tried}"])
+    return "\n".join([*body, *(f"  {line}" for line in wrap_lines(tried, width - 2))])
 
 
 def _notes(plan: Plan, width: int) -> str:
