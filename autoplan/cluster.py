@@ -58,11 +58,49 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How a device's matmul kernels cut their work: see `costs/compute.py`.
+
+    Attributes:
+        units: Processors (SMs) that a tile of the output is given to, one at a time.
+        lead: Steps along k that filling and draining a tile's pipeline is worth.
+        side: Elements of an output tile's harmonic side at which half the rate is reached.
+    """
+
+    units: int
+    lead: float = 0.0
+    side: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flash:
+    """One fused attention kernel: its rate is peak * share * keys / (keys + half).
+
+    Attributes:
+        name: "flash2"; a runtime says which it calls.
+        share: Of the peak, for many keys at 128 elements a head.
+        half: Keys at which half of it is reached, without a mask.
+        causal_half: The same under a causal mask, counting half the work.
+        narrow: Factor for heads of 64 elements or fewer.
+    """
+
+    name: str
+    share: float
+    half: float = 0.0
+    causal_half: float = 0.0
+    narrow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """How close kernels come to a device's peaks. Without one, kernels reach the peaks as given.
 
     Attributes:
         launch_s: Seconds the shortest kernel takes.
+        tiles: Of matmuls whose shape is known: `matmul.share` is then that of a perfect tiling.
+        flash: Fused attention kernels; without one of the name asked for, `attention` holds.
+        sustained: Share of the rate of a short benchmark that products keep in a long training
+            step, within the device's power.
         matmul, convolution, attention: Share of the peak FLOP/s by FLOPs of the kernel.
         memory: Share of the memory bandwidth by bytes moved.
         launch_source: Where `launch_s` comes from, as in `Curve`.
@@ -74,6 +112,9 @@ class KernelSpec:
     attention: Curve = Curve()
     memory: Curve = Curve()
     launch_source: str = "given"
+    tiles: Tiles | None = None
+    flash: tuple[Flash, ...] = ()
+    sustained: float = 1.0
 
     def __post_init__(self) -> None:
         _require(0 <= self.launch_s < math.inf, f"launch {self.launch_s} s", "seconds >= 0")
@@ -365,8 +406,14 @@ def _cluster_of(fields: Fields) -> Cluster:
 
 def _device_of(fields: Fields) -> DeviceSpec:
     curves = {family: Curve(**curve) for family, curve in fields["curves"].items()}
+    tiles = fields["tiles"]
     kernel = KernelSpec(
-        launch_s=fields["launch_s"], launch_source=fields["launch_source"], **curves
+        launch_s=fields["launch_s"],
+        launch_source=fields["launch_source"],
+        tiles=Tiles(**tiles) if tiles else None,
+        flash=tuple(Flash(**flash) for flash in fields["flash"]),
+        sustained=fields["sustained"],
+        **curves,
     )
     names = ("name", "memory_bytes", "memory_bytes_per_s", "peak_flop_per_s")
     return DeviceSpec(**{name: fields[name] for name in names}, kernel=kernel)

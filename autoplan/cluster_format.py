@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
@@ -37,7 +38,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Provenance(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    source: Literal["datasheet", "measured", "published", "assumed", "given"]
+    source: Literal["datasheet", "measured", "published", "fitted", "assumed", "given"]
     document: str = ""
     note: str = ""
 
@@ -48,9 +49,25 @@ class _Curve(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     half_MB: Number = 0.0
 
 
+class _Tiles(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    units: Count
+    lead: Number = 0.0
+    side: Number = 0.0
+
+
+class _Flash(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    share: Share
+    half: Number = 0.0
+    causal_half: Number = 0.0
+    narrow: Share = 1.0
+
+
 class _Kernel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     launch_us: Number = 0.0
     efficiency: Share | dict[Curved, Share | _Curve] = 1.0
+    tiles: _Tiles | None = None
+    flash: dict[str, _Flash] = {}
+    sustained: Share = 1.0
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -320,6 +337,12 @@ def _device_fields(document: _Device) -> Fields:
         "launch_s": _si(document.kernel.launch_us, -6),
         "launch_source": _source(document.provenance, "kernel.launch_us"),
         "curves": curves,
+        "sustained": document.kernel.sustained,
+        "tiles": msgspec.structs.asdict(document.kernel.tiles) if document.kernel.tiles else None,
+        "flash": [
+            {"name": name, **msgspec.structs.asdict(flash)}
+            for name, flash in sorted(document.kernel.flash.items())
+        ],
     }
 
 
@@ -378,7 +401,16 @@ def _device_json(device: DeviceSpec) -> dict[str, Any]:
         "memory_GiB": device.memory_bytes / GIB,
         "memory_GBps": _unit(device.memory_bytes_per_s, 9),
         "peak_TFLOPs": {dtype: _unit(peak, 12) for dtype, peak in device.peak_flop_per_s.items()},
-        "kernel": {"launch_us": _si(kernel.launch_s, 6), "efficiency": efficiency},
+        "kernel": {
+            "launch_us": _si(kernel.launch_s, 6),
+            "efficiency": efficiency,
+            "sustained": kernel.sustained,
+            "tiles": asdict(kernel.tiles) if kernel.tiles else None,
+            "flash": {
+                flash.name: {k: v for k, v in asdict(flash).items() if k != "name"}
+                for flash in kernel.flash
+            },
+        },
         "provenance": provenance,
     }
 

@@ -21,6 +21,7 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "float16": 2,
     "bfloat16": 2,
+    "tfloat32": 4,  # float32 in memory, rounded to 10 bits of mantissa for products
     "float32": 4,
     "float64": 8,
     "complex64": 8,
@@ -32,6 +33,7 @@ FLOATING = frozenset(
         "float8_e5m2",
         "float16",
         "bfloat16",
+        "tfloat32",
         "float32",
         "float64",
         "complex64",

@@ -5,10 +5,10 @@ on stdout. Rooms are imported by the command that needs them. Not here: any deci
 
 from __future__ import annotations
 
-from autoplan.cli import planning, reading, running
+from autoplan.cli import checking, planning, reading, running
 from autoplan.cli.group import cli
 
-__all__ = ["cli", "main", "planning", "reading", "running"]
+__all__ = ["checking", "cli", "main", "planning", "reading", "running"]
 
 
 def main() -> None:

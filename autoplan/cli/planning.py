@@ -252,7 +252,7 @@ def _optimize(
     model, inputs, loss_fn = _build(options.pop("function"))
     names = ("tp", "pp", "dp", "zero", "num_microbatches", "schedule", "recompute", "stage_layers")
     pins = Pins(**{name: options.pop(name) for name in names}, placements=options.pop("placements"))
-    with _progress(quiet) as report:
+    with progress(quiet) as report:
         yield from optimize_each(
             model, clusters, inputs, loss_fn=loss_fn, pins=pins, progress=report, **options
         )
@@ -309,7 +309,7 @@ def _import_file(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, float], None] | None]:
+def progress(quiet: bool) -> Iterator[Callable[[str, float], None] | None]:
     """A bar on stderr where that is a terminal; else None, and the planner reports nothing."""
     if quiet or not sys.stderr.isatty():
         yield None

@@ -15,6 +15,7 @@ from dataclasses import replace
 from autoplan.costs.collectives import collective_time
 from autoplan.costs.compute import kernel_time
 from autoplan.costs.conversions import Conversions, from_parameters
+from autoplan.costs.fusion import Fusion, stem_of
 from autoplan.costs.kernels import Kernel, backward_kernels, forward_kernels
 from autoplan.costs.saved import saved_by
 from autoplan.costs.storage import parameter_table
@@ -43,8 +44,14 @@ from autoplan.units import DTYPE_BYTES
 
 Blocks = Mapping[str, Mapping[str, tuple[int, ...]]]  # op name -> letter -> block counts
 
+NORMS = frozenset({"layer_norm", "rms_norm"})
+# collectives of ops whose ranks exchange among neighbours, forward and backward
+EXCHANGES = {
+    "autoplan.exchange": ("all_to_all", "all_to_all"),
+    "autoplan.context": ("all_gather", "reduce_scatter"),
+}
 WITH_COLLECTIVES = frozenset(
-    {"autoplan.cross_entropy", "autoplan.cross_entropy_sum", "autoplan.batch_norm"}
+    {"autoplan.cross_entropy", "autoplan.cross_entropy_sum", "autoplan.batch_norm", *EXCHANGES}
 )
 
 
@@ -81,8 +88,12 @@ def build_tables(
     for value in folded.graph.of_kind("parameter"):
         if folded.representative.get(value.name, value.name) == value.name:
             layouts = tuple(wanted.get(value.name, ()))
-            parameters[value.name] = parameter_table(value, layouts, mesh, wishes)
-    conversions = Conversions(folded, mesh, ops, training=wishes.training)
+            apart = wishes.apart is not None and value.name in wishes.apart[0]
+            own = wishes.apart[1] if apart and wishes.apart else mesh
+            parameters[value.name] = parameter_table(value, layouts, own, wishes)
+    conversions = Conversions(
+        folded, mesh, ops, training=wishes.training, again=wishes.runtime.gathers_again
+    )
     values: dict[str, ValueTable] = {}
     for name, layouts in wanted.items():
         made = _made(name, folded, ops, parameters, len(mesh.axis_sizes))
@@ -135,7 +146,12 @@ class _TableBuilder:
         self.graph, self.rules, self.blocks = folded.graph, rules, blocks
         self.batch, self.mesh, self.wishes = batch, mesh, wishes
         self.from_parameters = from_parameters(folded)
-        self.kernel_cache: dict[Kernel, tuple[float, str]] = {}
+        known_kernels = mesh.profiles.device.flash
+        self.attention = next((a for a in wishes.runtime.attention if a in known_kernels), "")
+        self.device = mesh.profiles.device.sustained(wishes.runtime.products)
+        self.joined = replace(self.device, launch_s=0.0)
+        self.kernel_cache: dict[tuple[Kernel, bool], tuple[float, str]] = {}
+        self.fusion = Fusion(folded, wishes.runtime)
 
     def op_table(self, op: Op, rows: int, known: OpTables) -> OpTable:
         """The op's table, from `known` where an equal one is there; see `build_tables`."""
@@ -177,10 +193,15 @@ class _TableBuilder:
         if tp == 1:
             return (NONE,)
         blocks = self.blocks.get(op.name, {})
+        allowed = self.wishes.letters.get(op.name)
         found = tuple(
             c
             for c in axis_choices(rule, blocks, sums=carries, grads=on_parameters)
-            if c.kind != "factor" or letter is None or (c.letter, c.blocks) != letter
+            if c.kind != "factor"
+            or (
+                (letter is None or (c.letter, c.blocks) != letter)
+                and (allowed is None or c.letter in allowed)
+            )
         )
         if not carries:
             found = tuple(c for c in found if c.kind in ("none", "factor"))
@@ -219,10 +240,17 @@ class _TableBuilder:
                 for m, lay in zip(outputs, strategy.outputs)
             )
             shares: dict[str, float] = {}
-            ahead = self._kernels_s(forward_kernels(op, local_in, local_out), shares)
-            back = 0.0
-            if backward:
-                back = self._kernels_s(backward_kernels(op, local_in, local_out, grads), shares)
+            kernels = forward_kernels(op, local_in, local_out)
+            later = backward_kernels(op, local_in, local_out, grads) if backward else ()
+            if op.name in self.wishes.float8:
+                kernels, later = self._in_float8(kernels), self._in_float8(later)
+            if stem_of(op) in NORMS:
+                kernels, later = self._written_out(kernels), self._written_out(later)
+            kernels = self.fusion.fused(op, kernels, local_in, local_out)
+            later = self.fusion.fused(op, later, local_in, local_out)
+            ahead = self._kernels_s(op, kernels, shares)
+            back = self._kernels_s(op, later, shares)
+            table.launches.append((self._launches(op, kernels), self._launches(op, later)))
             own = self._own_collectives_s(op, strategy, local_in, backward, shares)
             table.forward_s.append(ahead)
             table.backward_s.append(back)
@@ -243,23 +271,57 @@ class _TableBuilder:
     def _local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         return TensorMeta(layout.value.local_shape(meta.shape, self.mesh.axis_sizes), meta.dtype)
 
-    def _kernels_s(self, kernels: tuple[Kernel, ...], shares: dict[str, float]) -> float:
-        total = 0.0
+    def _kernels_s(self, op: Op, kernels: tuple[Kernel, ...], shares: dict[str, float]) -> float:
+        total, joins = 0.0, op.name in self.fusion.joining
         for kernel in kernels:
-            known = self.kernel_cache.get(kernel)
+            known = self.kernel_cache.get((kernel, joins))
             if known is None:
                 cost = kernel_time(
-                    self.mesh.profiles.device,
+                    self.joined if joins else self.device,
                     kernel.family,
                     kernel.flop,
                     kernel.num_bytes,
                     kernel.dtype,
                     kernel.shape,
+                    self.attention,
                 )
-                known = self.kernel_cache[kernel] = (cost.time_s, cost.source)
+                known = self.kernel_cache[kernel, joins] = (cost.time_s, cost.source)
             total += known[0]
             shares[known[1]] = shares.get(known[1], 0.0) + known[0]
         return total
+
+    def _launches(self, op: Op, kernels: tuple[Kernel, ...]) -> int:
+        """Kernels that the host launches for it; one that joins its neighbour's adds none."""
+        if op.name in self.fusion.joining:
+            return 0
+        if op.target == "autoplan.expert_mm":  # libraries loop over the experts
+            return sum(kernel.shape[0] if kernel.shape else 1 for kernel in kernels)
+        return sum(kernel.family != "view" for kernel in kernels)
+
+    def _written_out(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        passes = self.wishes.runtime.norm_passes
+        return tuple(replace(k, num_bytes=k.num_bytes * passes) for k in kernels)
+
+    def _in_float8(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        """Products in float8, each behind passes that write its operands' copies.
+
+        Source: Micikevicius et al., "FP8 formats for deep learning", 2022; Transformer Engine's
+        cast and transpose kernels.
+        """
+        found: list[Kernel] = []
+        for kernel in kernels:
+            if kernel.family != "matmul":
+                found.append(kernel)
+                continue
+            batch, m, n, k = kernel.shape
+            width = DTYPE_BYTES[kernel.dtype]
+            operands = batch * (m * k + n * k)
+            saved = (width - 1.0) * operands
+            cast_bytes = self.wishes.runtime.float8_casts * (width + 1.0) * operands
+            found.append(Kernel("memory", 0.0, cast_bytes, kernel.dtype))
+            product = replace(kernel, num_bytes=kernel.num_bytes - saved, dtype="float8_e4m3fn")
+            found.append(product)
+        return tuple(found)
 
     def _own_collectives_s(
         self,
@@ -270,9 +332,18 @@ class _TableBuilder:
         shares: dict[str, float],
     ) -> float:
         """Collectives inside a local form: class-split losses and synchronised statistics, as the
-        executor runs them.
+        executor runs them; exchanges among neighbours.
         """
         total = 0.0
+        if op.target in EXCHANGES:
+            ranks, made = op.arguments["ranks"], self.graph.values[op.outputs[0]].meta
+            group = dict(self.mesh.near)[int(str(ranks))]
+            size = float(self._local(made, strategy.outputs[0]).size_bytes)
+            for kind in EXCHANGES[op.target][: 2 if backward else 1]:
+                cost = collective_time(self.mesh.profiles, kind, size, group)
+                total += cost.time_s
+                shares[cost.source] = shares.get(cost.source, 0.0) + cost.time_s
+            return total
         for axis, placement in enumerate(strategy.inputs[0].value if strategy.inputs else ()):
             if not isinstance(placement, Shard):
                 continue

@@ -25,12 +25,22 @@ class Conversions:
         mesh: The stage's.
         ops: The op tables of the folded graph.
         training: Gradients are converted back, and tensors are kept for them.
+        again: What is gathered from shards is kept as shards, and gathered again behind the
+            products of backward.
     """
 
     def __init__(
-        self, folded: Folded, mesh: MeshCosts, ops: Mapping[str, OpTable], *, training: bool
+        self,
+        folded: Folded,
+        mesh: MeshCosts,
+        ops: Mapping[str, OpTable],
+        *,
+        training: bool,
+        again: bool = False,
     ) -> None:
-        self.folded, self.mesh, self.training = folded, mesh, training
+        self.folded, self.mesh, self.training, self.again = folded, mesh, training, again
+        self.roots: dict[str, str] = {}
+        """Value -> the value whose storage it shares."""
         self.graph = folded.graph
         self.from_parameters = from_parameters(folded)
         self._keepers = self._consumers_keep(ops) if training else {}
@@ -57,14 +67,27 @@ class Conversions:
                 row_f.append(ahead)
                 row_b.append(back)
                 keep = kept and not again and value.kind == "activation"
-                if keep and name not in self._charged:  # unconverted, another's charge covers it
-                    keep = bool(transition(source.value, target.value, self.mesh.axis_sizes))
-                row_s.append(size / target.value.num_shards(self.mesh.axis_sizes) if keep else 0.0)
+                row_s.append(self._kept_bytes(name, source, target) if keep else 0.0)
             forward.append(row_f)
             backward.append(row_b)
             saved.append(row_s)
         keepers = self._keepers.get(name, frozenset())
         return ValueTable(name, made, wanted, forward, backward, saved, keepers, gathered_again)
+
+    def _kept_bytes(self, name: str, source: Layout, target: Layout) -> float:
+        """Bytes that a value holds where it is kept: converted, its own; else the whole storage
+        that it lies in, once.
+        """
+        sizes, values = self.mesh.axis_sizes, self.graph.values
+        size = values[name].meta.size_bytes
+        if transition(source.value, target.value, sizes):
+            fewer = target.value.num_shards(sizes)
+            more = source.value.num_shards(sizes)
+            return size / (max(more, fewer) if self.again else fewer)
+        if name not in self._charged:  # another's charge covers it
+            return 0.0
+        root = values[self.roots.get(name, name)].meta.size_bytes
+        return max(root, size) / target.value.num_shards(sizes)
 
     def _consumers_keep(self, ops: Mapping[str, OpTable]) -> dict[str, frozenset[str]]:
         slots: dict[str, tuple[int, ...]] = {}
@@ -79,7 +102,7 @@ class Conversions:
 
     def _charged_once(self, ops: Mapping[str, OpTable]) -> set[str]:
         """A tensor and its views share one storage; an op that saves its own output has paid."""
-        roots: dict[str, str] = {}  # value -> the value whose storage it shares
+        roots = self.roots
         taken: set[str] = set()
         for table in ops.values():
             op, saved = table.op, self._saved(table.op)

@@ -31,7 +31,8 @@ class Kernel:
         flop: Floating-point operations; a multiply-add counts two.
         num_bytes: Bytes read and written in device memory.
         dtype: The dtype whose peak applies: the operands' for products, the result's for "memory".
-        shape: (batch, m, n, k) of a "matmul", () otherwise.
+        shape: (batch, m, n, k) of a "matmul", (keys, elements of a head, causal) of an
+            "attention", () otherwise.
     """
 
     family: str
@@ -69,6 +70,7 @@ class _Call:
 
 
 _Kernels = tuple[Kernel, ...]
+EXCHANGE_KERNELS = 6  # that prepare an exchange of tokens
 _Rule = Callable[[_Call], _Kernels]
 
 
@@ -155,6 +157,19 @@ def _stream_backward(call: _Call) -> _Kernels:
     written = sum(call.inputs[i].size_bytes for i in call.wanted)
     num_bytes = call.out.size_bytes + call.saved_bytes(call.wanted) + written
     return (_memory(num_bytes, _elements(call), call.out.dtype),)
+
+
+def _exchange(call: _Call) -> _Kernels:
+    """Rows brought in the order of their owners, behind the short kernels that count and sort them.
+
+    Source: the token permutation of Megatron-LM's moe_utils.py and Transformer Engine.
+    """
+    small = tuple(_memory(0.0, 1.0, call.out.dtype) for _ in range(EXCHANGE_KERNELS))
+    return (*_stream(call), *small)
+
+
+def _exchange_backward(call: _Call) -> _Kernels:
+    return _stream(call)
 
 
 def _reduced(source: TensorMeta, target: TensorMeta) -> Kernel:
@@ -337,9 +352,13 @@ def _attention(call: _Call) -> _Kernels:
     """Fused: q, k, v (and mask) in, output and log-sum-exp out; the scores never reach memory."""
     lse_bytes = 4.0 * math.prod(call.inputs[0].shape[:-1])
     num_bytes = _total(call.inputs) + call.out.size_bytes + lse_bytes
-    return (
-        Kernel("attention", attention_flop(call.op, call.inputs), num_bytes, call.inputs[0].dtype),
-    )
+    flop = attention_flop(call.op, call.inputs)
+    return (Kernel("attention", flop, num_bytes, call.inputs[0].dtype, _attention_shape(call)),)
+
+
+def _attention_shape(call: _Call) -> tuple[int, ...]:
+    query, key = call.inputs[0].shape, call.inputs[1].shape
+    return key[-2], query[-1], int(bool(call.op.arguments.get("is_causal")))
 
 
 def _attention_backward(call: _Call) -> _Kernels:
@@ -353,11 +372,8 @@ def _attention_backward(call: _Call) -> _Kernels:
     lse_bytes = 4.0 * math.prod(call.inputs[0].shape[:-1])
     written = sum(call.inputs[i].size_bytes for i in call.wanted)
     num_bytes = _total(call.inputs) + 2 * call.out.size_bytes + lse_bytes + written
-    return (
-        Kernel(
-            "attention", 2.5 * attention_flop(call.op, call.inputs), num_bytes, call.inputs[0].dtype
-        ),
-    )
+    flop = 2.5 * attention_flop(call.op, call.inputs)
+    return (Kernel("attention", flop, num_bytes, call.inputs[0].dtype, _attention_shape(call)),)
 
 
 # -- lookups, norms, losses ------------------------------------------------------------------------
@@ -443,7 +459,8 @@ _ROWS: tuple[tuple[str, _Rule, _Rule], ...] = (
     ("slice select narrow diagonal unfold", _view, _part_backward),
     ("split split_with_sizes chunk unbind unsafe_split unsafe_chunk", _view, _parts_backward),
     ("_assert_tensor_metadata _assert_async", _none, _none),
-    ("mm bmm mv dot matmul addmm addmv baddbmm linear einsum transformers.grouped_mm_fallback",
+    ("mm bmm mv dot matmul addmm addmv baddbmm linear einsum transformers.grouped_mm_fallback "
+     "autoplan.expert_mm",
      _matmul, _matmul_backward),
     ("autoplan.grouped_mm", _grouped_mm, _grouped_mm_backward),
     ("convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
@@ -454,6 +471,8 @@ _ROWS: tuple[tuple[str, _Rule, _Rule], ...] = (
      _stream, _norm_backward),
     ("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
      "autoplan.batch_norm", _batch_norm, _batch_norm_backward),
+    ("autoplan.exchange", _exchange, _exchange_backward),
+    ("autoplan.context", _none, _none),
     ("autoplan.dropout", _own_dropout, _stream_backward),
     ("cross_entropy_loss nll_loss nll_loss_nd autoplan.cross_entropy autoplan.cross_entropy_sum",
      _cross_entropy, _cross_entropy_backward),

@@ -29,6 +29,7 @@ _OPERANDS: dict[str, tuple[str, str, str]] = {
     "linear": ("input", "weight", "bias"),
     "grouped_mm_fallback": ("input", "weight", ""),
     "grouped_mm": ("input", "weight", ""),
+    "expert_mm": ("input", "weight", ""),
 }
 
 
@@ -68,6 +69,8 @@ def product_of(op: Op, inputs: Metas, out: TensorMeta) -> Product | None:
         return Product(1, max(a[0] * b[0] // groups, 1), b[-1], b[-2], i, j)
     if stem == "grouped_mm_fallback":  # (m, k) rows and (experts, k, n) weights: a row meets one
         return Product(1, a[0], b[-1], b[-2], i, j)
+    if stem == "expert_mm":  # equal shares of the rows: each expert's product is one of a batch
+        return Product(b[0], -(-a[0] // b[0]), b[2], b[1], i, j)
     m = a[-2] if len(a) > 1 else 1
     n = b[-1] if len(b) > 1 else 1
     if len(b) <= 2:  # torch folds the batch into the rows

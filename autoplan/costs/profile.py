@@ -11,11 +11,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from autoplan.cluster import Cluster, Curve, DeviceSpec, Link
+from autoplan.cluster import Cluster, Curve, DeviceSpec, Flash, Link, Tiles
 from autoplan.cluster_format import COLLECTIVES
 from autoplan.errors import ProfileError
 from autoplan.units import FLOATING
@@ -48,6 +48,8 @@ class DeviceProfile:
         launch_s: Seconds of the shortest kernel.
         launch_source: Where `launch_s` comes from.
         curves: Efficiency by kernel family, of the peak FLOP/s; under "memory" of the bandwidth.
+        tiles: Of matmuls, where known.
+        flash: Fused attention kernels by name.
     """
 
     name: str
@@ -56,6 +58,8 @@ class DeviceProfile:
     launch_s: float
     launch_source: str
     curves: Mapping[str, Curve]
+    tiles: Tiles | None
+    flash: Mapping[str, Flash]
 
     @staticmethod
     def of(device: DeviceSpec) -> DeviceProfile:
@@ -73,7 +77,14 @@ class DeviceProfile:
                 "attention": kernel.attention,
                 "memory": kernel.memory,
             },
+            tiles=kernel.tiles,
+            flash={flash.name: flash for flash in kernel.flash},
         )
+
+    def sustained(self, share: float) -> DeviceProfile:
+        """The device in a long step, whose products run at this share of a benchmark's rate."""
+        peaks = {dtype: peak * share for dtype, peak in self.peak_flop_per_s.items()}
+        return replace(self, peak_flop_per_s=peaks)
 
     def peak(self, dtype: str) -> tuple[float, bool]:
         """Peak FLOP/s for a dtype, and whether the device states it.
@@ -172,7 +183,7 @@ class Profiles:
         """The profiles of a cluster's device and links."""
         inter, pair = cluster.inter_host, cluster.pair_link
         return Profiles(
-            device=DeviceProfile.of(cluster.device),
+            device=DeviceProfile.of(cluster.device).sustained(cluster.device.kernel.sustained),
             intra=LinkProfile(cluster.intra_host),
             inter=LinkProfile(inter) if inter else None,
             pair=LinkProfile(pair) if pair else None,

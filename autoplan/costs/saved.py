@@ -372,8 +372,9 @@ _ROWS: tuple[tuple[str, _Rule], ...] = (
     ("bilinear", _keep("input1<input2,weight", "input2<input1,weight", "weight<input1,input2")),
     ("einsum", _einsum),
     # offs rides on ctx: a few integers
-    ("transformers.grouped_mm_fallback", _keep("input", "weight")),
+    ("transformers.grouped_mm_fallback autoplan.expert_mm", _keep("input", "weight")),
     ("autoplan.grouped_mm", _grouped_mm),
+    ("autoplan.exchange autoplan.context", _nothing),
     # convolution_backward takes all of them, whatever is needed
     ("convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
      _keep("input", "weight")),

@@ -78,7 +78,7 @@ def _add_bytes(
     trainable: bool,
 ) -> None:
     value, sizes = table.value, mesh.axis_sizes
-    stored = _stored_bytes(value) / strategy.spec.num_shards(sizes)
+    stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)
     table.parameter_bytes.append(stored + (in_use if _is_copied(value, strategy) else 0.0))
     gradient = 0.0
@@ -100,11 +100,15 @@ def _add_seconds(
     trainable: bool,
 ) -> None:
     value, sizes = table.value, mesh.axis_sizes
-    once_s = reduce_s = optimizer_s = 0.0
-    for move, size, each in parameter_moves(value, strategy, sizes, trainable):
+    once_s = reduce_s = optimizer_s = gather_s = gradient_s = 0.0
+    dtype = wishes.runtime.gradient_dtype
+    for move, size, each in parameter_moves(value, strategy, sizes, trainable, dtype):
         seconds = mesh.collective(move, size).time_s
         once_s, reduce_s = (once_s, reduce_s + seconds) if each else (once_s + seconds, reduce_s)
-    stored = _stored_bytes(value) / strategy.spec.num_shards(sizes)
+    for move, size, each in parameter_moves(value, strategy, sizes, False):
+        gather_s += mesh.collective(move, size).time_s
+    gradient_s = once_s - gather_s
+    stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)
     passes = STEP_PASSES[wishes.optimizer] if trainable else 0
     cast_bytes = stored + in_use if value.stored_dtype else 0.0
@@ -117,15 +121,36 @@ def _add_seconds(
             value.stored_dtype or value.meta.dtype,
         ).time_s
     table.optimizer_s.append(optimizer_s)
+    accumulate_s = 0.0
+    if trainable and strategy.zero < 3:
+        # a microbatch's gradient and the sum so far are read, the sum is written
+        moved = in_use + 2 * _stored_bytes(value) / strategy.used.grad.num_shards(sizes)
+        accumulate_s = kernel_time(
+            mesh.profiles.device, "memory", 0.0, moved, value.meta.dtype
+        ).time_s
+    table.accumulate_s.append(accumulate_s)
+    table.gather_s.append(gather_s)
+    table.gradient_s.append(gradient_s)
     table.step_s.append(once_s + optimizer_s)
     table.reduce_s.append(reduce_s)
 
 
 def parameter_moves(
-    value: Value, strategy: ParameterStrategy, axis_sizes: tuple[int, ...], trainable: bool
+    value: Value,
+    strategy: ParameterStrategy,
+    axis_sizes: tuple[int, ...],
+    trainable: bool,
+    reduced_dtype: str = "",
 ) -> Iterator[tuple[Move, float, bool]]:
     """What moves of one parameter beside the conversions of its uses: from what is stored to what
     is used, and in training its gradient, summed, to what is stored.
+
+    Args:
+        value: The parameter.
+        strategy: How it is stored and used.
+        axis_sizes: Of the mesh.
+        trainable: Its gradient moves, too.
+        reduced_dtype: In which gradients are summed; "" as they are stored.
 
     Yields:
         (move, bytes of the whole tensor that moves, whether after every microbatch: ZeRO-2's
@@ -135,8 +160,11 @@ def parameter_moves(
         for move in transition(strategy.spec, strategy.used.value, axis_sizes):
             yield move, value.meta.size_bytes, False
     if trainable and value.requires_grad:
+        size = float(_stored_bytes(value))
+        if reduced_dtype:
+            size = float(value.meta.numel * DTYPE_BYTES[reduced_dtype])
         for move in transition(strategy.used.grad, strategy.spec, axis_sizes):
-            yield move, _stored_bytes(value), strategy.zero == 2
+            yield move, size, strategy.zero == 2
 
 
 def _pinned(

@@ -18,6 +18,7 @@ from autoplan.costs.collectives import collective_time
 from autoplan.costs.profile import NOTHING, Cost, Profiles
 from autoplan.graph import Graph, Op, Value
 from autoplan.placements import Layout, ShardingSpec
+from autoplan.runtime import OWN, Runtime
 from autoplan.sharding.resharding import Move, transition
 from autoplan.sharding.strategies import ParameterStrategy, Strategy
 
@@ -51,19 +52,58 @@ class MeshCosts:
         axis_sizes: (dp, tp).
         groups: One communication group per axis.
         profiles: The cluster's.
+        shard_size: Ranks of the first axis among which it shards what is stored; the groups of so
+            many neighbours hold the same shards. 0: all of them.
+        shards, replicas: Then the group that holds one copy, and the group of equal shards.
+        near: (n, the groups of n neighbours on the first axis), for layers whose ranks exchange
+            tokens or keys among themselves.
     """
 
     axis_sizes: tuple[int, ...]
     groups: tuple[Group, ...]
     profiles: Profiles
+    shard_size: int = 0
+    shards: Group | None = None
+    replicas: Group | None = None
+    near: tuple[tuple[int, Group], ...] = ()
 
     @staticmethod
-    def of(cluster: Cluster, ranks: tuple[int, ...], axis_sizes: tuple[int, ...]) -> MeshCosts:
+    def of(
+        cluster: Cluster,
+        ranks: tuple[int, ...],
+        axis_sizes: tuple[int, ...],
+        shard_size: int = 0,
+        near: tuple[int, ...] = (),
+    ) -> MeshCosts:
         """The prices of the mesh that these ranks form in row-major order."""
+        close = tuple(
+            (n, axis_group(cluster, ranks, (axis_sizes[0] // n, n, *axis_sizes[1:]), 1))
+            for n in near
+        )
         groups = tuple(
             axis_group(cluster, ranks, axis_sizes, axis) for axis in range(len(axis_sizes))
         )
-        return MeshCosts(axis_sizes, groups, Profiles.of(cluster))
+        if not 0 < shard_size < axis_sizes[0]:
+            return MeshCosts(axis_sizes, groups, Profiles.of(cluster), near=close)
+        parted = (axis_sizes[0] // shard_size, shard_size, *axis_sizes[1:])
+        return MeshCosts(
+            axis_sizes,
+            groups,
+            Profiles.of(cluster),
+            shard_size,
+            shards=axis_group(cluster, ranks, parted, 1),
+            replicas=axis_group(cluster, ranks, parted, 0),
+            near=close,
+        )
+
+    def fixed_s(self, kind: str) -> float:
+        """Seconds of a collective of next to nothing among the ranks that share what is stored."""
+        return collective_time(self.profiles, kind, 1.0, self.shards or self.groups[0]).time_s
+
+    @property
+    def stored_sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes among which parameters and states are stored."""
+        return (self.shard_size or self.axis_sizes[0], *self.axis_sizes[1:])
 
     def move_s(
         self,
@@ -85,11 +125,20 @@ class MeshCosts:
         return total
 
     def collective(self, move: Move, size_bytes: float) -> Cost:
-        """The price of one move of a tensor of `size_bytes` (whole); of a local one, nothing."""
+        """The price of one move of a tensor of `size_bytes` (whole); of a local one, nothing.
+        Gradients of shards that groups hold alike are summed over the groups, too.
+        """
         if move.is_local:
             return NOTHING
-        group = self.groups[move.axis]
-        return collective_time(self.profiles, move.kind, size_bytes * move.fraction, group)
+        size, group = size_bytes * move.fraction, self.groups[move.axis]
+        if move.axis or self.shards is None or self.replicas is None:
+            return collective_time(self.profiles, move.kind, size, group)
+        cost = collective_time(self.profiles, move.kind, size, self.shards)
+        if move.kind != "reduce_scatter":
+            return cost
+        part = size / self.shard_size
+        more = collective_time(self.profiles, "all_reduce", part, self.replicas)
+        return Cost(cost.time_s + more.time_s, cost.source)
 
 
 @dataclass
@@ -104,6 +153,8 @@ class OpTable:
     communication_s: list[float] = field(default_factory=list)
     saved_bytes: list[float] = field(default_factory=list)  # outputs and extras that autograd keeps
     transient_bytes: list[float] = field(default_factory=list)
+    # kernels that the host launches, forward and backward
+    launches: list[tuple[int, int]] = field(default_factory=list)
     sources: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -115,6 +166,11 @@ class ParameterTable:
     strategies: tuple[ParameterStrategy, ...]
     # gradient reduction, gather, optimizer: once per step
     step_s: list[float] = field(default_factory=list)
+    # of it, the gather and the reduction
+    gather_s: list[float] = field(default_factory=list)
+    gradient_s: list[float] = field(default_factory=list)
+    # adding a microbatch's gradient to those before it
+    accumulate_s: list[float] = field(default_factory=list)
     # gradient reduction after every microbatch (ZeRO-2)
     reduce_s: list[float] = field(default_factory=list)
     parameter_bytes: list[float] = field(default_factory=list)  # as stored, and the copy in use
@@ -165,6 +221,11 @@ class Wishes:
         zero_levels: Levels that may be chosen.
         placements: (pattern of parameter names, spec as text) pins.
         split: Ops that tensor parallel ranks must share out where any of their letters divides.
+        letters: Op -> the letters that tensor parallel ranks may split it by; all, where absent.
+        float8: Ops whose products run in float8.
+        runtime: What will run the plan.
+        apart: Parameters that the groups of neighbours on the first axis do not share, and the mesh
+            of their equal copies.
     """
 
     training: bool
@@ -172,6 +233,10 @@ class Wishes:
     zero_levels: tuple[int, ...]
     placements: tuple[tuple[str, str], ...] = ()
     split: frozenset[str] = frozenset()
+    letters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    float8: frozenset[str] = frozenset()
+    runtime: Runtime = OWN
+    apart: tuple[frozenset[str], MeshCosts] | None = None
 
 
 OpTables = dict[tuple[object, ...], OpTable]

@@ -17,6 +17,7 @@ from autoplan.cluster import Cluster
 from autoplan.costs.tables import CostTables, MeshCosts
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Graph
+from autoplan.runtime import OWN, Runtime
 from autoplan.sharding.strategies import ParameterStrategy, Strategy
 from autoplan.solver.inter_op import StageAssignment
 from autoplan.solver.layers import Layers
@@ -43,6 +44,7 @@ class Candidate:
     num_microbatches: int
     recompute: bool
     schedule: str
+    chunks: int = 1  # stages that each group of devices holds, interleaved
 
     @property
     def num_devices(self) -> int:
@@ -59,7 +61,7 @@ class LayerPrice:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    communication_s: float = 0.0
+    communication_s: float = 0.0  # of forward and backward, what nothing hides
     forward_communication_s: float = 0.0  # what of it lies in forward_s
     recompute_s: float = 0.0  # what of backward_s is the forward again
     step_s: float = 0.0
@@ -123,6 +125,19 @@ class Priced:
 
 
 @dataclass(frozen=True)
+class Partly:
+    """Recomputation of less than every block.
+
+    Attributes:
+        shares: Representative op that runs again in backward -> in which share of the blocks.
+        whole: All ops of a block run again together: of such blocks only what they hand on is kept.
+    """
+
+    shares: Mapping[str, float]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class Workload:
     """What a candidate runs on a folded graph, and how often.
 
@@ -131,12 +146,16 @@ class Workload:
         layers: Of the graph.
         candidate: The layout.
         training: Backward runs.
+        runtime: What runs it.
+        partly: What is recomputed, where that is less than every block.
     """
 
     tables: CostTables
     layers: Layers
     candidate: Candidate
     training: bool
+    runtime: Runtime = OWN
+    partly: Partly | None = None
 
     @property
     def graph(self) -> Graph:
@@ -148,6 +167,8 @@ class Workload:
         """Ops whose forward runs again in backward."""
         if not self.candidate.recompute:
             return frozenset()
+        if self.partly is not None:
+            return frozenset(self.partly.shares)
         return frozenset(n for layer in self.layers.layers if layer.is_block for n in layer.ops)
 
     @cached_property
@@ -161,6 +182,8 @@ class Workload:
 
     def forward_runs(self, op: str) -> float:
         """How often an op's forward runs per microbatch."""
+        if self.partly is not None:
+            return 1.0 + self.partly.shares.get(op, 0.0)
         return 2.0 if op in self.recomputed else 1.0
 
     def handed_on_bytes(self, op: str) -> np.ndarray:
@@ -178,7 +201,10 @@ class Workload:
         return total
 
 
-def mesh_costs(cluster: Cluster, candidate: Candidate) -> MeshCosts:
+def mesh_costs(
+    cluster: Cluster, candidate: Candidate, shard_size: int = 0, near: tuple[int, ...] = ()
+) -> MeshCosts:
     """The mesh of the candidate's first stage; stages are blocks of the cluster in rank order."""
     count = candidate.dp * candidate.tp
-    return MeshCosts.of(cluster, tuple(cluster.ranks[:count]), (candidate.dp, candidate.tp))
+    ranks = tuple(cluster.ranks[:count])
+    return MeshCosts.of(cluster, ranks, (candidate.dp, candidate.tp), shard_size, near)

@@ -20,12 +20,21 @@ from autoplan.cluster import Cluster
 from autoplan.costs.tables import CostTables, ValueTable
 from autoplan.errors import InfeasibleError
 from autoplan.placements import Layout
-from autoplan.solver.candidate import Candidate, LayerPrice, NotFasterError, Priced, Workload
+from autoplan.runtime import OWN, Runtime
+from autoplan.solver.candidate import (
+    Candidate,
+    LayerPrice,
+    NotFasterError,
+    Partly,
+    Priced,
+    Workload,
+)
 from autoplan.solver.contract import contract
 from autoplan.solver.inter_op import LayerCosts, StageAssignment, partition_layers
 from autoplan.solver.intra_op import Edge, IntraOpProblem, IntraOpSolution, solve_intra_op
 from autoplan.solver.layers import Layers
 from autoplan.solver.pricing import Pricing
+from autoplan.solver.repeated import Repeated
 from autoplan.units import format_bytes
 
 TIME_UNIT_FLOOR_S = 1e-12
@@ -43,6 +52,9 @@ class CandidateSolver:
         limit_bytes: What a device has for the plan.
         stage_layers: Pinned layers per stage.
         time_limit_s: For each integer program.
+        runtime: What runs the candidate.
+        partly: What is recomputed, where that is less than every block.
+        repeated: The layers of a deep model, where `layers` are those of a shallow graph of it.
     """
 
     def __init__(
@@ -56,8 +68,12 @@ class CandidateSolver:
         limit_bytes: float,
         stage_layers: tuple[int, ...] | None,
         time_limit_s: float,
+        runtime: Runtime = OWN,
+        partly: Partly | None = None,
+        repeated: Repeated | None = None,
     ) -> None:
-        self.work = Workload(tables, layers, candidate, training)
+        self.work = Workload(tables, layers, candidate, training, runtime, partly)
+        self.repeated = repeated
         self.tables, self.layers, self.candidate = tables, layers, candidate
         self.cluster, self.training, self.limit_bytes = cluster, training, limit_bytes
         self.stage_layers, self.time_limit_s = stage_layers, time_limit_s
@@ -85,6 +101,9 @@ class CandidateSolver:
         bound_s = self.least_s()
         if bound_s >= beat_s:
             raise NotFasterError(bound_s)
+        only = self._only_choices()
+        if only is not None:
+            return self._price(None, *only, self.limit_bytes)
         problem, names = self._problem()
         return self._solve(problem, names, beat_s)
 
@@ -127,6 +146,8 @@ class CandidateSolver:
                     quickest = self._price(solution, choices, names, math.inf)
                     if quickest.step_s >= beat_s:
                         raise NotFasterError(quickest.step_s)
+                    if math.isinf(self.limit_bytes):
+                        return quickest
                 if fits or limit is not None or self.candidate.pp > 1:
                     return self._price(solution, choices, names, self.limit_bytes)
             except NotFasterError:
@@ -135,6 +156,13 @@ class CandidateSolver:
                 error = refused
         assert error is not None, "without an error there was a price"
         raise error
+
+    def _only_choices(self) -> tuple[tuple[int, ...], list[str]] | None:
+        """The choices where there is but one of everything: that needs no program."""
+        names = [*self.tables.ops, *(f"parameter:{n}" for n in self.tables.parameters)]
+        counts = [len(t.strategies) for t in self.tables.ops.values()]
+        counts += [len(t.strategies) for t in self.tables.parameters.values()]
+        return ((0,) * len(names), names) if max(counts) == 1 else None
 
     def least_s(self) -> float:
         """A bound without solving: every op and parameter at its own fastest, nothing converted,
@@ -329,7 +357,7 @@ class CandidateSolver:
 
     def _price(
         self,
-        solution: IntraOpSolution,
+        solution: IntraOpSolution | None,
         choices: tuple[int, ...],
         names: list[str],
         limit_bytes: float,
@@ -337,8 +365,15 @@ class CandidateSolver:
         chosen = dict(zip(names, choices))
         pricing = Pricing(self.work, self.cluster, chosen)
         prices, send = pricing.layer_prices(), pricing.send_s()
+        if self.repeated is not None:
+            prices = [prices[i] for i in self.repeated.layers]
+            deep = self.repeated.layers[:-1]
+            send = [send[min(i, len(send) - 1)] for i in deep] if send else []
         assignment = self._partition(pricing, prices, send, limit_bytes, self.stage_layers)
-        distance = solution.objective_s - solution.bound_s
+        gap = 0.0
+        if solution is not None:
+            distance = solution.objective_s - solution.bound_s
+            gap = distance / max(solution.objective_s, TIME_UNIT_FLOOR_S)
         return Priced(
             self.candidate,
             {n: t.strategies[chosen[n]] for n, t in self.tables.ops.items()},
@@ -346,8 +381,8 @@ class CandidateSolver:
             tuple(prices),
             assignment,
             tuple(send),
-            distance / max(solution.objective_s, TIME_UNIT_FLOOR_S),
-            solution.optimal,
+            gap,
+            solution is None or solution.optimal,
         )
 
     def recut(self, priced: Priced, stage_layers: tuple[int, ...]) -> StageAssignment:
@@ -380,11 +415,16 @@ class CandidateSolver:
                 "transient_bytes",
             )
         }
+        shared = pricing.shared_parameters()
+        if self.repeated is not None:
+            where = self.repeated.first_place
+            shared = tuple((tuple(where(i) for i in users), held) for users, held in shared)
         return partition_layers(
-            LayerCosts(**columns, send_s=np.array(send_s), shared=pricing.shared_parameters()),
+            LayerCosts(**columns, send_s=np.array(send_s), shared=shared),
             self.candidate.pp,
             self.candidate.num_microbatches,
             schedule=self.candidate.schedule,
             memory_limit_bytes=limit_bytes,
             stage_layers=stage_layers,
+            chunks=self.candidate.chunks,
         )

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from autoplan.errors import InfeasibleError
+from autoplan.interleaved import interleaved
 from autoplan.schedule import Schedule, finish_times, make_schedule
 from autoplan.units import format_bytes
 
@@ -141,6 +142,7 @@ def partition_layers(
     schedule: str = "1f1b",
     memory_limit_bytes: float | None = None,
     stage_layers: tuple[int, ...] | None = None,
+    chunks: int = 1,
 ) -> StageAssignment:
     """The fastest contiguous stages, none empty, each within memory at its own place.
 
@@ -155,6 +157,7 @@ def partition_layers(
         schedule: A name of `autoplan.schedule.SCHEDULES`; with "infer" only forwards count.
         memory_limit_bytes: Most bytes on a device; None: no limit.
         stage_layers: The number of layers of each stage, where a user has decided.
+        chunks: Stages per rank, interleaved: then `stage_layers` gives all num_stages * chunks.
 
     Raises:
         ValueError: The costs do not fit together, or the schedule is unknown.
@@ -162,6 +165,8 @@ def partition_layers(
             the message names the layer or the stage, `required_bytes` the least possible need.
     """
     costs.verify()
+    if chunks > 1:
+        return _interleaved(costs, num_stages, chunks, num_microbatches, stage_layers)
     plan = make_schedule(schedule, num_stages, num_microbatches)
     _check_counts(costs.num_layers, num_stages, stage_layers)
     limit = np.inf if memory_limit_bytes is None else memory_limit_bytes
@@ -405,6 +410,47 @@ def _replayed(
         memory_bytes=tuple(
             float(table[(point, *b)]) for table, point, b in zip(tables.bytes, points, bounds)
         ),
+    )
+
+
+def _interleaved(
+    costs: LayerCosts,
+    num_ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    stage_layers: tuple[int, ...] | None,
+) -> StageAssignment:
+    """The pinned cut into num_ranks * chunks stages, replayed; memory per rank."""
+    stages = num_ranks * chunks
+    _check_counts(costs.num_layers, stages, stage_layers)
+    if stage_layers is None:
+        raise ValueError("interleaved stages are priced only; give stage_layers")
+    edges = [0, *accumulate(stage_layers)]
+    bounds = tuple(pairwise(edges))
+    runs = [slice(*b) for b in bounds]
+
+    def sums(values: Floats) -> list[float]:
+        return [float(values[0, run].sum()) for run in runs]
+
+    forward, backward, once = sums(costs.forward_s), sums(costs.backward_s), sums(costs.step_s)
+    held, activations = sums(costs.held_bytes), sums(costs.activation_bytes)
+    send = [float(costs.send_s[last - 1]) for _, last in bounds[:-1]]
+    schedule = interleaved(num_ranks, chunks, num_microbatches)
+    finish = schedule.finish_times(forward, backward, send)
+    memory = []
+    for rank in range(num_ranks):
+        mine = range(rank, stages, num_ranks)
+        need = sum(held[s] for s in mine)
+        need += sum(n * activations[s] for n, s in zip(schedule.in_flight[rank], mine))
+        memory.append(need + max(float(costs.transient_bytes[0, runs[s]].max()) for s in mine))
+    ends = [end + sum(once[r::num_ranks]) for r, end in enumerate(finish)]
+    busy = [sum(forward[r::num_ranks]) + sum(backward[r::num_ranks]) for r in range(num_ranks)]
+    return StageAssignment(
+        bounds=bounds,
+        points=(0,) * stages,
+        bottleneck_s=max(busy),
+        step_s=max(ends),
+        memory_bytes=tuple(memory),
     )
 
 

@@ -9,14 +9,49 @@ nothing is chosen here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 from autoplan.cluster import Cluster, group_of
 from autoplan.costs.collectives import collective_time
 from autoplan.placements import Layout
+from autoplan.runtime import Runtime
 from autoplan.sharding.cutting import chain_ops
 from autoplan.solver.assemble import boundary_layout
 from autoplan.solver.candidate import LayerPrice, Workload
+
+
+@dataclass
+class Streams:
+    """One pass of one microbatch through a layer: seconds of computing; of exchanging activations,
+    and of what nothing runs behind; of gathering parameters and reducing gradients; and the kernels
+    that it launches.
+    """
+
+    compute_s: float = 0.0
+    exchange_s: float = 0.0
+    waited_s: float = 0.0
+    gather_s: float = 0.0
+    launches: float = 0.0
+
+    def busy_s(self, runtime: Runtime) -> float:
+        """Seconds of computing, by the device or by the host that launches."""
+        return max(self.compute_s, runtime.host_s * self.launches)
+
+    def chain_s(self, runtime: Runtime) -> float:
+        """Computing and what of the exchanges it waits for."""
+        hidden = runtime.hides_tp * min(self.exchange_s, self.compute_s)
+        waited_s = self.waited_s + self.exchange_s - hidden + runtime.contention * hidden
+        return self.busy_s(runtime) + waited_s
+
+    def time_s(self, runtime: Runtime) -> float:
+        """All of the pass."""
+        chain_s = self.chain_s(runtime)
+        return chain_s + runtime.hidden_s(chain_s, self.gather_s, hides=runtime.hides_gathers)
+
+    def room_s(self, runtime: Runtime) -> float:
+        """Seconds behind which more communication could hide."""
+        return self.chain_s(runtime) - self.gather_s
 
 
 class Pricing:
@@ -58,10 +93,12 @@ class Pricing:
         return tuple(n for n in self.tables.ops if n not in layered)
 
     def _layer_price(self, ops: tuple[str, ...]) -> LayerPrice:
-        price, recomputed = LayerPrice(), self.work.recomputed
+        price, recomputed, partly = LayerPrice(), self.work.recomputed, self.work.partly
         done: set[tuple[str, int, int]] = set()
         parameters: dict[str, None] = {}
-        working = kept = 0.0
+        working = kept = aside = 0.0
+        entering: set[str] = set()
+        ahead, back = Streams(), Streams()
         for full_name in ops:
             name = self.folded.representative.get(full_name, full_name)
             table, choice, runs = (
@@ -69,28 +106,78 @@ class Pricing:
                 self.chosen[name],
                 self.work.forward_runs(name),
             )
-            price.forward_s += table.forward_s[choice]
+            launched, later = table.launches[choice]
             again_s = (runs - 1.0) * table.forward_s[choice]
-            price.backward_s += table.backward_s[choice] + again_s
+            ahead.compute_s += table.forward_s[choice]
+            ahead.launches += launched
+            back.compute_s += table.backward_s[choice] + again_s
+            back.launches += later + (runs - 1.0) * launched
             price.recompute_s += again_s
-            price.communication_s += table.communication_s[choice] * runs
-            price.backward_s += table.communication_s[choice] * runs
+            if table.op.target == "autoplan.context":
+                back.exchange_s += table.communication_s[choice] * runs
+            else:
+                back.waited_s += table.communication_s[choice] * runs
             price.transient_bytes = max(price.transient_bytes, table.transient_bytes[choice])
             for source, seconds in table.sources[choice].items():
                 price.sources[source] = price.sources.get(source, 0.0) + seconds
             working += table.saved_bytes[choice]
             if name in recomputed:
                 kept += float(self.work.handed_on_bytes(name)[choice])
+            aside += (2.0 - runs) * table.saved_bytes[choice]
             for value, p, q in self.uses(name):
                 if value in self.tables.parameters:
                     parameters[value] = None
-                working += self._add_conversion(price, name, (value, p, q), done)
+                saved = self._add_conversion((ahead, back, price), name, (value, p, q), done)
+                working += saved
+                aside += (2.0 - runs) * saved
+                if runs > 1.0 and self._enters(value) and value not in entering:
+                    entering.add(value)
+                    aside += (runs - 1.0) * self._made_bytes(value)
         again = any(self.folded.representative.get(n, n) in recomputed for n in ops)
         price.activation_bytes = kept if again else working
-        price.transient_bytes += working if again else 0.0
-        for name in parameters:
-            self._add_parameter(price, name)
+        if again and partly is not None:
+            price.activation_bytes = aside
+            if partly.whole:
+                share = max(partly.shares.values())
+                price.activation_bytes = share * kept + (1.0 - share) * working
+        price.transient_bytes += working - price.activation_bytes if again else 0.0
+        if self.work.runtime.bundles and len(parameters) > 1:
+            self._bundle(ahead, back, len(parameters) - 1)
+        self._add_streams(price, ahead, back)
+        for number, name in enumerate(parameters):
+            self._add_parameter(price, name, ahead, back, first=number == 0)
         return price
+
+    def _bundle(self, ahead: Streams, back: Streams, others: int) -> None:
+        """Takes off what gathers and reductions of the other parameters of a layer cost whatever
+        their size: they are in the first one's.
+        """
+        mesh = self.tables.mesh
+        gather_s, reduce_s = mesh.fixed_s("all_gather"), mesh.fixed_s("reduce_scatter")
+        if ahead.gather_s > others * gather_s:
+            ahead.gather_s -= others * gather_s
+            back.gather_s = max(0.0, back.gather_s - others * (gather_s + reduce_s))
+
+    def _enters(self, value: str) -> bool:
+        """An activation that recomputed ops take from one that is not recomputed: it is kept."""
+        if value not in self.graph.producers or not self.graph.values[value].requires_grad:
+            return False
+        maker = self.graph.ops[self.graph.producers[value]].name
+        return maker not in self.work.recomputed
+
+    def _made_bytes(self, value: str) -> float:
+        shards = self._made(value).value.num_shards(self.tables.mesh.axis_sizes)
+        return self.graph.values[value].meta.size_bytes / shards
+
+    def _add_streams(self, price: LayerPrice, ahead: Streams, back: Streams) -> None:
+        """What a microbatch's forward and backward take, with what the runtime hides of their
+        communication.
+        """
+        runtime = self.work.runtime
+        price.forward_s, price.backward_s = ahead.time_s(runtime), back.time_s(runtime)
+        price.forward_communication_s = price.forward_s - ahead.busy_s(runtime)
+        back_s = price.backward_s - back.busy_s(runtime)
+        price.communication_s = price.forward_communication_s + back_s
 
     def uses(self, op: str) -> Iterator[tuple[str, int, int]]:
         """(value, row, column) of the tables' conversion of each input of a representative: of the
@@ -111,7 +198,7 @@ class Pricing:
 
     def _add_conversion(
         self,
-        price: LayerPrice,
+        streams: tuple[Streams, Streams, LayerPrice],
         consumer: str,
         use: tuple[str, int, int],
         done: set[tuple[str, int, int]],
@@ -121,15 +208,19 @@ class Pricing:
         """
         value, p, q = use
         table = self.tables.values[value]
+        ahead, back, price = streams
         if use not in done:
             done.add(use)
-            ahead, back = table.forward_s[p][q], table.backward_s[p][q]
             runs = self.work.forward_runs(consumer)
-            price.forward_s += ahead
-            price.backward_s += back + (runs - 1.0) * ahead
-            price.recompute_s += (runs - 1.0) * ahead
-            price.communication_s += runs * ahead + back
-            price.forward_communication_s += ahead
+            forth_s, back_s = table.forward_s[p][q], table.backward_s[p][q]
+            again_s = (runs - 1.0) * forth_s
+            price.recompute_s += again_s
+            if value in self.tables.parameters:
+                ahead.gather_s += forth_s
+                back.gather_s += back_s + again_s
+            else:
+                ahead.exchange_s += forth_s
+                back.exchange_s += back_s + again_s
         if consumer not in table.keepers or (f"kept:{value}", p, q) in done:
             return 0.0
         done.add((f"kept:{value}", p, q))
@@ -150,12 +241,35 @@ class Pricing:
     def _storage(self, parameter: str) -> int:
         return self.chosen[f"parameter:{parameter}"]
 
-    def _add_parameter(self, price: LayerPrice, name: str) -> None:
-        table, choice = self.tables.parameters[name], self._storage(name)
-        price.step_s += table.step_s[choice]
+    def _add_parameter(
+        self, price: LayerPrice, name: str, ahead: Streams, back: Streams, *, first: bool
+    ) -> None:
+        """Adds what storing a parameter costs; what the runtime hides of it behind the layer's own
+        forward and backward of one microbatch counts where it sticks out.
+        """
+        table, choice, runtime = (
+            self.tables.parameters[name],
+            self._storage(name),
+            self.work.runtime,
+        )
+        gather_s, gradient_s = table.gather_s[choice], table.gradient_s[choice]
+        if runtime.bundles and not first:
+            gather_s = max(0.0, gather_s - self.tables.mesh.fixed_s("all_gather"))
+            gradient_s = max(0.0, gradient_s - self.tables.mesh.fixed_s("reduce_scatter"))
+        out_s = runtime.hidden_s(
+            max(ahead.room_s(runtime), 0.0), gather_s, hides=runtime.hides_gathers
+        )
+        ahead.gather_s += gather_s if runtime.hides_gathers else 0.0
+        out_s += runtime.hidden_s(
+            max(back.room_s(runtime), 0.0), gradient_s, hides=runtime.hides_gradients
+        )
+        back.gather_s += gradient_s if runtime.hides_gradients else 0.0
+        price.step_s += table.optimizer_s[choice] + out_s
         price.optimizer_s += table.optimizer_s[choice]
         price.backward_s += table.reduce_s[choice]
         price.communication_s += table.reduce_s[choice]
+        if self.work.candidate.num_microbatches > 1:
+            price.backward_s += table.accumulate_s[choice]
         price.parameter_bytes += table.parameter_bytes[choice]
         price.gradient_bytes += table.gradient_bytes[choice]
         price.state_bytes += table.state_bytes[choice]
