@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 
@@ -59,6 +59,14 @@ class ShardingSpec:
     """One placement per mesh axis, outermost first."""
 
     placements: tuple[Placement, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Worked out once: tables of layouts look up little else."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.placements))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return "".join(map(str, self.placements))
@@ -139,6 +147,13 @@ class Layout:
 
     value: ShardingSpec
     grad: ShardingSpec
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.value, self.grad)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return str(self.value) if self.value == self.grad else f"{self.value}~{self.grad}"

@@ -22,8 +22,9 @@ import sys
 import time
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from unittest.mock import patch
 
@@ -145,6 +146,42 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:400] if text else ''}"
 
 
+def _serve(pipe: Connection, entries: list[Entry]) -> None:
+    for entry in entries:
+        pipe.send(row_of(entry))
+    pipe.close()
+
+
+def sweep(entries: list[Entry], jobs: int) -> Iterator[Row]:
+    """Every family's row as it is done. A process does a few families; what it leaves undone when
+    it ends goes on in another one.
+    """
+    context = multiprocessing.get_context("spawn")
+    size = min(FAMILIES_PER_PROCESS, -(-len(entries) // jobs))
+    todo = [entries[i : i + size] for i in range(0, len(entries), size)][::-1]
+    running: dict[Connection, list[Entry]] = {}
+    while todo or running:
+        while todo and len(running) < jobs:
+            ours, theirs = context.Pipe(duplex=False)
+            context.Process(target=_serve, args=(theirs, todo[-1]), daemon=True).start()
+            theirs.close()
+            running[ours] = list(todo.pop())
+        for pipe in wait(list(running)):
+            assert isinstance(pipe, Connection), "only pipes are waited for"
+            left = running[pipe]
+            try:
+                row = pipe.recv()
+            except EOFError:
+                del running[pipe]
+                if left:
+                    yield Row(left.pop(0).name, "broken", reason="the process ended")
+                if left:
+                    todo.append(left)
+                continue
+            left.pop(0)
+            yield row
+
+
 def read_table(path: Path = TABLE) -> dict[str, Row]:
     """The committed rows by family."""
     if not path.exists():
@@ -194,18 +231,13 @@ def main() -> int:
     if not entries:
         parser.error(f"--only {options.only} names nothing of the zoo")
     start, table, ran = time.perf_counter(), read_table(options.table), []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        options.jobs, mp_context=context, max_tasks_per_child=FAMILIES_PER_PROCESS
-    ) as pool:
-        for done in as_completed([pool.submit(row_of, entry) for entry in entries]):
-            row = done.result()
-            ran.append(row)
-            table[row.name] = row
-            write_table(table, options.table)
-            seconds = f"{row.capture_s}+{row.plan_s} s" if row.capture_s else ""
-            told = " ".join((row.layout, row.unruled, row.uncut, seconds, row.reason))
-            print(f"{len(ran)}/{len(entries)} {row.name:36} {row.outcome:8} {told}", flush=True)
+    for row in sweep(entries, options.jobs):
+        ran.append(row)
+        table[row.name] = row
+        write_table(table, options.table)
+        seconds = f"{row.capture_s}+{row.plan_s} s" if row.capture_s else ""
+        told = " ".join((row.layout, row.unruled, row.uncut, seconds, row.reason))
+        print(f"{len(ran)}/{len(entries)} {row.name:36} {row.outcome:8} {told}", flush=True)
     print(totals(ran))
     print(f"{len(entries)} families, {time.perf_counter() - start:.0f} s")
     return 1 if any(r.outcome == "broken" for r in ran) else 0

@@ -16,6 +16,8 @@ from autoplan.graph import Graph, Op, TensorMeta
 from autoplan.placements import Layout
 from autoplan.sharding.resharding import transition
 
+_Rows = tuple[list[list[float]], list[list[float]], list[list[float]]]
+
 
 class Conversions:
     """Prices the conversions of one folded graph's values.
@@ -47,6 +49,8 @@ class Conversions:
         """Values that some consumer's backward needs -> these consumers."""
         self._charged = self._charged_once(ops)
         """Of these, per storage the one that is charged for it."""
+        self._known: dict[tuple[object, ...], _Rows] = {}
+        """Tables by all that they depend on: many values are alike."""
 
     def table(self, name: str, made: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> ValueTable:
         """Seconds both ways, and bytes kept, from each layout made to each wanted."""
@@ -56,38 +60,59 @@ class Conversions:
         # what comes from parameters alone is gathered again in backward instead of kept
         again = name in self.from_parameters
         gathered_again = again and carries and kept
+        root: float | None = None
+        if kept and not again and value.kind == "activation":
+            # unconverted, another's charge may cover it
+            whole = self.graph.values[self.roots.get(name, name)].meta.size_bytes
+            root = max(whole, size) if name in self._charged else 0.0
+        key = (size, carries, gathered_again, root, made, wanted)
+        if key not in self._known:
+            self._known[key] = self._rows(size, carries, gathered_again, root, made, wanted)
+        keepers = self._keepers.get(name, frozenset())
+        return ValueTable(name, made, wanted, *self._known[key], keepers, gathered_again)
+
+    def _rows(
+        self,
+        size: float,
+        carries: bool,
+        gathered_again: bool,
+        root: float | None,
+        made: tuple[Layout, ...],
+        wanted: tuple[Layout, ...],
+    ) -> _Rows:
+        """Seconds forward and backward, and bytes kept, per layout made and wanted.
+
+        Args:
+            size: Bytes of the whole value.
+            carries: Its gradient flows.
+            gathered_again: It is converted again in backward instead of kept.
+            root: Bytes of the storage that it is charged for where it is kept as made; None: it is
+                not kept.
+            made, wanted: Layouts.
+        """
         forward, backward, saved = [], [], []
         for source in made:
             row_f, row_b, row_s = [], [], []
             for target in wanted:
                 ahead = self.mesh.move_s(source.value, target.value, size)
                 back = self.mesh.move_s(target.grad, source.grad, size) if carries else 0.0
-                if gathered_again:
-                    back += ahead
                 row_f.append(ahead)
-                row_b.append(back)
-                keep = kept and not again and value.kind == "activation"
-                row_s.append(self._kept_bytes(name, source, target) if keep else 0.0)
+                row_b.append(back + ahead if gathered_again else back)
+                row_s.append(0.0 if root is None else self._kept_bytes(size, root, source, target))
             forward.append(row_f)
             backward.append(row_b)
             saved.append(row_s)
-        keepers = self._keepers.get(name, frozenset())
-        return ValueTable(name, made, wanted, forward, backward, saved, keepers, gathered_again)
+        return forward, backward, saved
 
-    def _kept_bytes(self, name: str, source: Layout, target: Layout) -> float:
+    def _kept_bytes(self, size: float, root: float, source: Layout, target: Layout) -> float:
         """Bytes that a value holds where it is kept: converted, its own; else the whole storage
         that it lies in, once.
         """
-        sizes, values = self.mesh.axis_sizes, self.graph.values
-        size = values[name].meta.size_bytes
+        sizes = self.mesh.axis_sizes
+        fewer = target.value.num_shards(sizes)
         if transition(source.value, target.value, sizes):
-            fewer = target.value.num_shards(sizes)
-            more = source.value.num_shards(sizes)
-            return size / (max(more, fewer) if self.again else fewer)
-        if name not in self._charged:  # another's charge covers it
-            return 0.0
-        root = values[self.roots.get(name, name)].meta.size_bytes
-        return max(root, size) / target.value.num_shards(sizes)
+            return size / (max(source.value.num_shards(sizes), fewer) if self.again else fewer)
+        return root / fewer
 
     def _consumers_keep(self, ops: Mapping[str, OpTable]) -> dict[str, frozenset[str]]:
         slots: dict[str, tuple[int, ...]] = {}
