@@ -54,6 +54,18 @@ class Rounded(torch.autograd.Function):
         return grad
 
 
+class Angle(torch.autograd.Function):
+    """acos, which has no value beyond 1, with the derivative of a line."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.acos(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
 class Applies(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
@@ -73,7 +85,7 @@ def test_backward_that_is_the_derivative_is_kept() -> None:
     assert all(torch.allclose(ours[n], p.grad) for n, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("function", [Clipped, Rounded])
+@pytest.mark.parametrize("function", [Clipped, Rounded, Angle])
 def test_another_backward_is_refused_by_name(function: type[torch.autograd.Function]) -> None:
     """It runs in no plan that trains; without a backward there is nothing to lose."""
     model, inputs = Applies(function), {"x": torch.randn(4, 12)}
