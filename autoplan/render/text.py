@@ -176,8 +176,7 @@ def alternative_name(a: Alternative) -> str:
 
 def _alternatives_block(plan: Plan, width: int) -> str:
     search = plan.search
-    proof = "proven best" if search.optimal else f"proven within {search.gap:.1%} of the best"
-    tried = f"{search.num_candidates} layouts tried, {search.num_rejected} refused, {proof}"
+    tried = f"{search.num_candidates} layouts tried, {search.num_rejected} refused, {proof(plan)}"
     if not plan.alternatives:
         return f"alternatives: none; {tried}"
     rows = [("alternatives", "step", "peak")]
@@ -192,8 +191,14 @@ def _alternatives_block(plan: Plan, width: int) -> str:
     return "\n".join([*body, f"  {tried}"])
 
 
-def _notes(plan: Plan, width: int) -> str:
-    """What a reader must know beside the numbers: shared tensors, idle devices, whole ops."""
+def proof(plan: Plan) -> str:
+    """What the search proved of the plan, in words."""
+    search = plan.search
+    return "proven best" if search.optimal else f"proven within {search.gap:.1%} of the best"
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """What a reader must know beside the numbers: shared tensors, idle devices, whole ops, pins."""
     notes = [f"one tensor: {', '.join(group)}" for group in plan.shared]
     if plan.search.idle_devices:
         notes.append(f"{plan.search.idle_devices} devices idle: {plan.search.idle_reason}")
@@ -203,7 +208,12 @@ def _notes(plan: Plan, width: int) -> str:
     if plan.settings.pins:
         pins = ", ".join(f"{name}={value}" for name, value in sorted(plan.settings.pins.items()))
         notes.append(f"pinned: {pins}")
-    return "\n".join(format_table([("-", note)], width).replace("-  ", "- ", 1) for note in notes)
+    return notes
+
+
+def _notes(plan: Plan, width: int) -> str:
+    rows = (format_table([("-", note)], width) for note in plan_notes(plan))
+    return "\n".join(row.replace("-  ", "- ", 1) for row in rows)
 
 
 def _buffer_block(plan: Plan, width: int) -> str:
