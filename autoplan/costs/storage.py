@@ -100,13 +100,15 @@ def _add_seconds(
     trainable: bool,
 ) -> None:
     value, sizes = table.value, mesh.axis_sizes
-    once_s = reduce_s = optimizer_s = gather_s = gradient_s = 0.0
+    once_s = reduce_s = optimizer_s = 0.0
     dtype = wishes.runtime.gradient_dtype
     for move, size, each in parameter_moves(value, strategy, sizes, trainable, dtype):
         seconds = mesh.collective(move, size).time_s
         once_s, reduce_s = (once_s, reduce_s + seconds) if each else (once_s + seconds, reduce_s)
-    for move, size, each in parameter_moves(value, strategy, sizes, False):
-        gather_s += mesh.collective(move, size).time_s
+    gather_s = sum(
+        mesh.collective(move, size).time_s
+        for move, size, _ in parameter_moves(value, strategy, sizes, False)
+    )
     gradient_s = once_s - gather_s
     stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)

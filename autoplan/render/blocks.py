@@ -205,4 +205,5 @@ def touches(conversion: Conversion, name: str) -> bool:
 
 
 def unnumbered(name: str) -> str:
+    """A dotted name with its numbers as stars: the same for the same place in every block."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -143,7 +143,7 @@ def _other_placement(plan: Plan, name: str, parameter: ParameterPlan) -> str:
     costs = _costs(other.step_time_s, other.compute_s, other.communication_s)
     text = (
         f"runner-up: stored {other.spec}, used {other.used}{zero}: {costs}, "
-        f"{_signed_bytes(other.peak_memory_bytes)} at the peak, all else chosen anew"
+        f"{signed_bytes(other.peak_memory_bytes)} at the peak, all else chosen anew"
     )
     when = _when(
         other.step_time_s, other.compute_s, other.communication_s, other.peak_memory_bytes, plan
@@ -158,7 +158,7 @@ def _other_placements(inside: dict[str, ParameterPlan]) -> str:
     rows = [("runners-up of its parameters", "stored", "used", "a step", "at the peak")]
     for fold in sorted(folds, key=lambda f: f.first.step_time_s):
         r = fold.first
-        cells = (_signed_s(r.step_time_s), _signed_bytes(r.peak_memory_bytes))
+        cells = (signed_seconds(r.step_time_s), signed_bytes(r.peak_memory_bytes))
         rows.append((f"  {fold.pattern}", r.spec, r.used, *cells))
     return format_table(rows, WIDTH) if folds else ""
 
@@ -176,8 +176,8 @@ def _other_cut(plan: Plan, index: int) -> str:
     if other.step_time_s is None or other.peak_memory_bytes is None:
         return "\n".join(wrap_lines(f"runner-up: {change}: {other.reason}", WIDTH))
     text = (
-        f"runner-up: {change}: {_signed_s(other.step_time_s)} a step, "
-        f"{_signed_bytes(other.peak_memory_bytes)} at the peak"
+        f"runner-up: {change}: {signed_seconds(other.step_time_s)} a step, "
+        f"{signed_bytes(other.peak_memory_bytes)} at the peak"
     )
     return "\n".join(wrap_lines(text, WIDTH))
 
@@ -189,11 +189,13 @@ def _other_layout(plan: Plan) -> str:
         if a.step_time_s is None:
             continue
         extra_s = a.step_time_s - e.step_time_s
-        text = f"runner-up of the whole plan: {alternative_name(a)}, {_signed_s(extra_s)} a step"
+        text = (
+            f"runner-up of the whole plan: {alternative_name(a)}, {signed_seconds(extra_s)} a step"
+        )
         extra = 0
         if a.peak_memory_bytes is not None:
             extra = a.peak_memory_bytes - e.peak_memory_bytes
-            text += f", {_signed_bytes(extra)} at the peak"
+            text += f", {signed_bytes(extra)} at the peak"
         lines = wrap_lines(f"{text}; {a.reason}", WIDTH)
         if a.compute_s is not None and a.communication_s is not None:
             compute_s = a.compute_s - e.compute_s
@@ -206,8 +208,8 @@ def _other_layout(plan: Plan) -> str:
 
 def _costs(step_s: float, compute_s: float, communication_s: float) -> str:
     parts = {"compute": compute_s, "communication": communication_s}
-    terms = ", ".join(f"{word} {_signed_s(s)}" for word, s in parts.items() if s)
-    return f"{_signed_s(step_s)} a step" + (f" ({terms})" if terms else "")
+    terms = ", ".join(f"{word} {signed_seconds(s)}" for word, s in parts.items() if s)
+    return f"{signed_seconds(step_s)} a step" + (f" ({terms})" if terms else "")
 
 
 def _when(
@@ -229,11 +231,13 @@ def _when(
     return "under no change of links or memory alone: it is slower and needs no less memory"
 
 
-def _signed_s(seconds: float) -> str:
+def signed_seconds(seconds: float) -> str:
+    """A difference in seconds for people: "+1.2 ms", "-3 us"."""
     return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}"
 
 
-def _signed_bytes(size: int) -> str:
+def signed_bytes(size: int) -> str:
+    """A difference in bytes for people: "+1.00 GiB"."""
     return f"{'+' if size >= 0 else '-'}{format_bytes(abs(size))}"
 
 

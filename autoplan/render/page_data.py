@@ -9,13 +9,14 @@ here: HTML (page.py), any number that the plan does not hold.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from autoplan.plan import ParameterPlan, Plan, StagePlan
 from autoplan.plan_estimates import Alternative, Conversion, CutRunnerUp, OpEstimate
+from autoplan.render.blocks import unnumbered
 from autoplan.render.colours import ACTIVITY, AXES, IDLE, MEMORY, PLACEMENT, STAGES
+from autoplan.render.explain import signed_bytes, signed_seconds
 from autoplan.render.layout import (
     fold_names,
     format_dtype,
@@ -26,7 +27,7 @@ from autoplan.render.layout import (
     number_ranges,
 )
 from autoplan.render.network import host_traffic, hosts_of_ranks
-from autoplan.render.text import alternative_name
+from autoplan.render.text import alternative_name, plan_notes, proof
 from autoplan.render.timeline import Lane, step_timeline
 from autoplan.units import format_bytes, format_count, format_seconds
 
@@ -49,7 +50,7 @@ def page_data(plan: Plan) -> Json:
         "title": plan.model.name,
         "subtitle": _subtitle(plan),
         "facts": _facts(plan),
-        "notes": _notes(plan),
+        "notes": plan_notes(plan),
         "step_s": plan.estimate.step_time_s,
         "trains": plan.settings.mode == "train",
         "axes": [["dp", plan.layout.dp], ["tp", plan.layout.tp]],
@@ -113,7 +114,6 @@ def _facts(plan: Plan) -> list[tuple[str, str, str]]:
     optimizer = f", {plan.settings.optimizer}" if plan.settings.mode == "train" else ""
     count = f"{format_count(model.num_parameters)} parameters, {settings}{optimizer}"
     search = plan.search
-    proof = "proven best" if search.optimal else "the best of those priced"
     tried = f"{_counted(search.num_candidates, 'layout')} tried, {search.num_rejected} refused"
     return [
         ("step", format_seconds(e.step_time_s), error),
@@ -121,20 +121,8 @@ def _facts(plan: Plan) -> list[tuple[str, str, str]]:
         ("fullest device", format_bytes(e.peak_memory_bytes), peak),
         ("batch", _counted(model.batch_size, "sample"), count),
         ("source of the seconds", first, rest),
-        ("search", proof, tried),
+        ("search", proof(plan), tried),
     ]
-
-
-def _notes(plan: Plan) -> list[str]:
-    notes = [f"one tensor: {', '.join(group)}" for group in plan.shared]
-    if plan.search.idle_devices:
-        notes.append(f"{plan.search.idle_devices} devices idle: {plan.search.idle_reason}")
-    if plan.unruled_ops:
-        notes.append(f"kept whole, having no sharding rule: {', '.join(plan.unruled_ops)}")
-    if plan.settings.pins:
-        pins = ", ".join(f"{name}={value}" for name, value in sorted(plan.settings.pins.items()))
-        notes.append(f"pinned: {pins}")
-    return notes
 
 
 # ---- stages and time ----
@@ -183,18 +171,14 @@ def _cut(plan: Plan, runner_up: CutRunnerUp | None) -> str:
     price = f"refused, {runner_up.reason}"
     if runner_up.step_time_s is not None and runner_up.peak_memory_bytes is not None:
         price = (
-            f"step {_signed(runner_up.step_time_s, format_seconds)}, "
-            f"peak {_signed(runner_up.peak_memory_bytes, format_bytes)}"
+            f"step {signed_seconds(runner_up.step_time_s)}, "
+            f"peak {signed_bytes(runner_up.peak_memory_bytes)}"
         )
     return f"next best cut, {' and '.join(changed)}: {price}"
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _signed(number: float, form: Any) -> str:
-    return ("+" if number >= 0 else "-") + str(form(abs(number)))
 
 
 def _timeline(plan: Plan) -> Json:
@@ -296,7 +280,7 @@ class _Places:
         for stage in plan.stages:
             for label in stage.layers:
                 self.exact.setdefault(label, set()).add(stage.index)
-                self.alike.setdefault(_unnumbered(label), set()).add(stage.index)
+                self.alike.setdefault(unnumbered(label), set()).add(stage.index)
         for name, parameter in plan.parameters.items():
             for place in (name, name.rpartition(".")[0]):
                 if place not in self.exact:
@@ -308,16 +292,12 @@ class _Places:
         several equal ones (by its count) is in the stages of every layer numbered otherwise. Empty
         where a plan of several stages does not say."""
         table = self.exact if count == 1 else self.alike
-        parts = (name if count == 1 else _unnumbered(name)).split(".")
+        parts = (name if count == 1 else unnumbered(name)).split(".")
         for size in range(len(parts), 0, -1):
             found = table.get(".".join(parts[:size]))
             if found:
                 return sorted(found)
         return self.only
-
-
-def _unnumbered(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _parameters(parameters: dict[str, ParameterPlan]) -> list[list[Any]]:
@@ -329,8 +309,8 @@ def _parameters(parameters: dict[str, ParameterPlan]) -> list[list[Any]]:
         if r is not None:
             zero = f" zero {r.zero}" if r.zero else ""
             words = (
-                f"{r.spec} used {r.used}{zero}: step {_signed(r.step_time_s, format_seconds)}, "
-                f"peak {_signed(r.peak_memory_bytes, format_bytes)}"
+                f"{r.spec} used {r.used}{zero}: step {signed_seconds(r.step_time_s)}, "
+                f"peak {signed_bytes(r.peak_memory_bytes)}"
             )
         dtype = format_dtype(p.dtype) + ("" if p.trainable else ", frozen")
         return (format_shape(p.shape), dtype, p.spec, p.used, p.zero, p.stages, words)

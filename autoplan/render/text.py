@@ -176,10 +176,7 @@ def alternative_name(a: Alternative) -> str:
 
 def _alternatives_block(plan: Plan, width: int) -> str:
     search = plan.search
-    proof = "proven best"
-    if not search.optimal:
-        proof = f"the best of those priced, its program solved within {search.gap:.1%} of its bound"
-    tried = f"{search.num_candidates} layouts tried, {search.num_rejected} refused, {proof}"
+    tried = f"{search.num_candidates} layouts tried, {search.num_rejected} refused, {proof(plan)}"
     if not plan.alternatives:
         return "\n".join(wrap_lines(f"alternatives: none; {tried}", width))
     rows = [("alternatives", "step", "peak")]
@@ -194,8 +191,16 @@ def _alternatives_block(plan: Plan, width: int) -> str:
     return "\n".join([*body, *(f"  {line}" for line in wrap_lines(tried, width - 2))])
 
 
-def _notes(plan: Plan, width: int) -> str:
-    """What a reader must know beside the numbers: shared tensors, idle devices, whole ops."""
+def proof(plan: Plan) -> str:
+    """What the search proved of the plan, in words."""
+    if plan.search.optimal:
+        return "proven best"
+    gap = f"{plan.search.gap:.1%}"
+    return f"the best of those priced, its program solved within {gap} of its bound"
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """What a reader must know beside the numbers: shared tensors, idle devices, whole ops, pins."""
     notes = [f"one tensor: {', '.join(group)}" for group in plan.shared]
     if plan.search.idle_devices:
         notes.append(f"{plan.search.idle_devices} devices idle: {plan.search.idle_reason}")
@@ -205,7 +210,12 @@ def _notes(plan: Plan, width: int) -> str:
     if plan.settings.pins:
         pins = ", ".join(f"{name}={value}" for name, value in sorted(plan.settings.pins.items()))
         notes.append(f"pinned: {pins}")
-    return "\n".join(format_table([("-", note)], width).replace("-  ", "- ", 1) for note in notes)
+    return notes
+
+
+def _notes(plan: Plan, width: int) -> str:
+    rows = (format_table([("-", note)], width) for note in plan_notes(plan))
+    return "\n".join(row.replace("-  ", "- ", 1) for row in rows)
 
 
 def _buffer_block(plan: Plan, width: int) -> str:

@@ -97,7 +97,9 @@ def test_the_search_box_finds_modules_in_every_view(tab: Tab, tmp_path: Path) ->
     _open(tab, llama_plan(), tmp_path)
     tab.type("#search", "Layers.17.mlp")
     assert _texts(tab, ".block:not(.dim)") == ["17"]
-    assert _texts(tab, "#block-title") == ["model.layers.17: stage 1, 9 parameters"]
+    title = "model.layers.17: stage 1, 9 parameters, 3 of that name"
+    assert _texts(tab, "#block-title") == [title]
+    assert len(_texts(tab, "#block tbody tr")) == 3
     conversions = _texts(tab, "#conversions tbody td.name")
     assert [text.partition(".mlp")[0] for text in conversions] == [
         "model.layers.0",  # stands for the same place of every layer

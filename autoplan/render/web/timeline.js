@@ -198,7 +198,7 @@ function drawTimeline() {
     context.textAlign = "left";
     context.fillText(`${lane.stage}: ranks ${stage.ranks}`, 10, y + height / 2 + 0.5, LEFT - 16);
     context.textAlign = "right";
-    context.fillText(formatShare(1 - workShare(lane)), full - 4, y + height / 2 + 0.5);
+    context.fillText(plan.timeline.end_s ? formatShare(1 - workShare(lane)) : "-", full - 4, y + height / 2 + 0.5);
   });
   context.textAlign = "right";
   context.fillText("bubble", full - 4, AXIS / 2 - 2);

@@ -117,7 +117,9 @@ function drawStrip() {
   drawBlock();
 }
 
-// The parameters of the chosen block and their placements.
+const MOST_PARAMETERS = 200; // drawn of one block
+
+// The parameters of the chosen block that have the searched name, or all, and their placements.
 function drawBlock() {
   const layer = LAYERS[selection.layer];
   if (!layer || !isShown(layer.stage)) {
@@ -125,10 +127,15 @@ function drawBlock() {
     fill(byId("block"), []);
     return;
   }
+  const words = wordsOf(selection.query);
+  const found = layer.parameters.filter(({ name }) => holds(name.toLowerCase(), words));
+  const listed = found.length ? found : layer.parameters, more = listed.length - MOST_PARAMETERS;
   byId("block-title").textContent = `${layer.label}: stage ${layer.stage}, ` +
-    counted(layer.parameters.length, "parameter");
+    counted(layer.parameters.length, "parameter") +
+    (listed.length < layer.parameters.length ? `, ${listed.length} of that name` : "") +
+    (more > 0 ? `, ${more} of them not drawn: search by name` : "");
   const head = ["parameter", "shape", "dtype", "stored", "used (value ~ gradient)", "ZeRO"];
-  const rows = layer.parameters.map(({ name, inside, parameter: p }) => make("tr", {}, [
+  const rows = listed.slice(0, MOST_PARAMETERS).map(({ name, inside, parameter: p }) => make("tr", {}, [
     make("td", { class: "name", title: name }, [inside]), make("td", {}, [p.shape]),
     make("td", {}, [p.dtype]), make("td", {}, [chips(p.stored)]),
     make("td", {}, [chips(p.used)]), make("td", {}, [String(p.zero)]),
