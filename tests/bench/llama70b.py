@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
+from pathlib import Path
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from plan_llama70b import llama
 
 import autoplan
 from autoplan.capture import capture
@@ -23,27 +24,6 @@ from autoplan.solver.baselines import price_baselines
 from autoplan.solver.pins import Pinned
 from autoplan.solver.search import Search
 from autoplan.solver.space import Space
-
-BATCH, SEQUENCE = 512, 4096
-
-
-def build(num_layers: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model on meta and one global batch of (512, 4096) tokens."""
-    config = LlamaConfig(
-        hidden_size=8192,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=28672,
-        vocab_size=128256,
-        num_hidden_layers=num_layers,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).train()
-        ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids}
-
 
 def main() -> None:
     """Prints seconds, summary and baselines."""
@@ -53,7 +33,7 @@ def main() -> None:
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("-o", "--output")
     options = parser.parse_args()
-    model, inputs = build(options.layers)
+    model, inputs = llama(options.layers)
     cluster = autoplan.Cluster.load(options.cluster)
     start = time.perf_counter()
     marks: dict[str, float] = {}
