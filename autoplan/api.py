@@ -5,6 +5,7 @@ the rooms called in order.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -180,6 +181,9 @@ def parallelize(
     Raises:
         PlanError: Another world size, another model, or other inputs than the plan's; before
             anything is loaded.
+
+    Warns:
+        UserWarning: The plan was made with another release of torch that gives the same graph.
     """
     from autoplan.capture import capture
     from autoplan.executor.module import ParallelModule, check_world
@@ -194,10 +198,17 @@ def parallelize(
     captured = capture(
         model, inputs, loss_fn=loss_fn, mode=plan.settings.mode, precision=plan.settings.precision
     )
+    versions = _versions(plan)
     if captured.graph.digest != plan.fingerprint.graph:
         raise PlanError(
-            f"the plan was made for another model: {_first_difference(plan, captured)}. "
-            f"Plan again, or load the planned model."
+            f"the plan was made for another model: {_first_difference(plan, captured)}"
+            f"{f' ({versions})' if versions else ''}. Plan again, or load the planned model."
+        )
+    if versions:
+        warnings.warn(
+            f"{versions}: the plan runs the same ops, but its figures may be out of date. "
+            "Plan again to have them anew.",
+            stacklevel=2,
         )
     return ParallelModule(model, captured, plan, buffers or {})
 
@@ -354,6 +365,14 @@ def _as_list(nested: dict[str, Any]) -> Any:
     if all(k.isdigit() for k in inner):
         return [inner[str(i)] for i in range(len(inner))]
     return inner
+
+
+def _versions(plan: Plan) -> str:
+    """What the plan's torch and this one are, if they differ; builds for other devices do not."""
+    import torch
+
+    planned, here = plan.torch_version.partition("+")[0], str(torch.__version__).partition("+")[0]
+    return f"planned with torch {planned}, this is torch {here}" if planned != here else ""
 
 
 def _first_difference(plan: Plan, captured: Captured) -> str:

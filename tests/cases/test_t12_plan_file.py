@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,6 +111,24 @@ def test_another_device_changes_the_fingerprint_and_is_named() -> None:
     )
     assert any("cluster" in words for words in differs)
     assert not any("graph" in words or "inputs" in words for words in differs)
+
+
+@pytest.mark.parametrize("same_graph", [True, False])
+def test_another_torch_is_named(same_graph: bool) -> None:
+    """Of the same graph it is a warning, of another one part of the refusal; a build for another
+    device ("+cu130") is the same torch."""
+    plan = msgspec.structs.replace(plan_case("tied", 1), torch_version="2.12.1+cu130")
+    model, _, loss_fn = build("tied")
+    here = torch.__version__.partition("+")[0]
+    words = f"planned with torch 2.12.1, this is torch {here}"
+    if same_graph:
+        with pytest.warns(UserWarning, match=re.escape(words)):
+            autoplan.parallelize(model, plan, loss_fn=loss_fn)
+        again = msgspec.structs.replace(plan, torch_version=f"{here}+other")
+        autoplan.parallelize(model, again, loss_fn=loss_fn)
+    else:
+        with pytest.raises(autoplan.PlanError, match=re.escape(words)):
+            autoplan.parallelize(_tied_with(depth=3), plan, loss_fn=loss_fn)
 
 
 def test_call_with_another_shape_never_runs_on_old_figures() -> None:
