@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
@@ -136,6 +136,8 @@ def convert_cluster(data: Any, source: str) -> Fields:
     Raises:
         ClusterError: An unknown key, a wrong type or value, with its path in the document.
     """
+    if isinstance(data, Mapping) and isinstance(data.get("device"), list | tuple):
+        _refuse_mixed(data["device"], source)
     document = _convert(data, _Cluster, source, ClusterError)
     return _fields(
         document,
@@ -143,6 +145,29 @@ def convert_cluster(data: Any, source: str) -> Fields:
         num_hosts=document.num_hosts,
         devices_per_host=document.devices_per_host,
         rank_hosts=document.rank_hosts,
+    )
+
+
+def _refuse_mixed(given: list[Any], source: str) -> NoReturn:
+    """A list of devices: a plan uses one kind, and the smallest one limits all.
+
+    Raises:
+        ClusterError: Names it, and the memory of the others that it leaves unused.
+    """
+    devices = [
+        _shipped("devices", d, _Device)
+        if isinstance(d, str)
+        else _convert(d, _Device, source, ClusterError)
+        for d in given
+    ]
+    sizes = sorted((d.memory_GiB, d.name) for d in devices)
+    least, name = sizes[0] if sizes else (0.0, "none")
+    unused = sum(size - least for size, _ in sizes)
+    found = ", ".join(f"{n} {g:g} GiB" for g, n in reversed(sizes))
+    raise ClusterError(
+        f"{source}: device is a list ({found}): expected one device, a plan uses one kind. The "
+        f"limiting device is {name} with {least:g} GiB: describe all of them as that one, which "
+        f"leaves {unused:g} GiB of the others unused, or leave {name} out."
     )
 
 

@@ -171,7 +171,8 @@ def run_demo(*, cluster: str, pins: str, steps: int, output: str | None, json: b
         result = torch.load(result_path)
     _say(json, f"training the same {steps} steps on one device ...")
     losses, seconds, state = train_alone(steps)
-    report = _compare(result, losses, seconds, state)
+    measured = plan.compare_measured(result["seconds"] / steps)
+    report = {**_compare(result, losses, seconds, state), "step_time": measured}
     if json:
         print(json_format.dumps({**report, "plan": json_format.loads(plan.to_json())}))
     else:
@@ -242,7 +243,7 @@ def _print_report(report: dict[str, Any]) -> None:
     )
     print(
         f"seconds: planned {report['seconds_planned']:.1f}, "
-        f"one device {report['seconds_one_device']:.1f}"
+        f"one device {report['seconds_one_device']:.1f}; {report['step_time']}"
     )
     print(
         "the two runs agree"

@@ -31,8 +31,10 @@ from autoplan.plan_estimates import (
     Traffic,
 )
 from autoplan.plan_format import load_text, read_document, save_text, write_document
+from autoplan.units import format_seconds
 
 SCHEMA_VERSION = 2
+ACCURACY = 0.25  # a prediction further off than this share of the measured time is warned of
 
 Scalar = None | bool | int | float | str
 
@@ -298,6 +300,27 @@ class Plan(Document, frozen=True, kw_only=True):
             f"{words[key]}: {getattr(mine, key)} in the plan, {getattr(other, key)} now"
             for key in mine.__struct_fields__
             if getattr(mine, key) != getattr(other, key)
+        )
+
+    def compare_measured(self, step_time_s: float) -> str:
+        """A measured step beside the predicted one, in a line that warns where they are more than
+        a quarter apart.
+
+        Args:
+            step_time_s: Seconds of one step, measured; best the median of several.
+        """
+        ratio = self.estimate.step_time_s / step_time_s
+        far = abs(ratio - 1.0) > ACCURACY
+        return (
+            f"step {format_seconds(step_time_s)} measured, "
+            f"{format_seconds(self.estimate.step_time_s)} predicted: "
+            f"{ratio:.2f} of the measured time"
+            + (
+                f" (WARNING: more than {ACCURACY:.0%} off; the cluster file does not describe this "
+                "machine, or it was busy)"
+                if far
+                else ""
+            )
         )
 
     def summary(self) -> str:

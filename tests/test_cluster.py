@@ -189,6 +189,22 @@ def test_malformed_documents_are_refused(path: tuple[str, ...], value: Any, word
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_r72_mixed_devices_are_refused_with_the_limiting_one() -> None:
+    """Of 32, 20 and 20 GB the small ones limit, and 12 stay unused."""
+    kinds = [
+        {**PLAIN["device"], "name": n, "memory_GiB": g} for n, g in (("big", 32), ("small", 20))
+    ]
+    document = {**PLAIN, "num_hosts": 1, "device": [kinds[0], kinds[1], kinds[1]]}
+    with pytest.raises(ClusterError) as caught:
+        Cluster.from_json(document)
+    message = str(caught.value)
+    assert "big 32 GiB, small 20 GiB, small 20 GiB" in message
+    assert "limiting device is small with 20 GiB" in message
+    assert "leaves 12 GiB of the others unused" in message
+    with pytest.raises(ClusterError, match=r"limiting device is l4-24g .*leaves 56 GiB"):
+        Cluster.from_json({**document, "device": ["h100-80g", "l4-24g"]})
+
+
 def test_files_that_are_not_json_are_refused(tmp_path: Any) -> None:
     path = tmp_path / "broken.json"
     path.write_text('{"name": ')

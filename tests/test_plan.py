@@ -296,3 +296,13 @@ def test_plans_are_immutable() -> None:
     plan = mlp_plan()
     with pytest.raises(AttributeError):
         plan.layout = plan.layout  # type: ignore[misc]  # the point of the test
+
+
+@pytest.mark.parametrize(
+    ("share", "warns"), [(1.0, False), (0.81, False), (0.7, True), (1.3, True)]
+)
+def test_r62_measured_step_beside_the_predicted_one(share: float, warns: bool) -> None:
+    plan = llama_plan()
+    line = plan.compare_measured(plan.estimate.step_time_s / share)
+    assert f"{share:.2f} of the measured time" in line
+    assert ("WARNING: more than 25% off" in line) == warns

@@ -205,3 +205,8 @@ def test_the_check_of_files_finds_what_it_must(tmp_path: Path) -> None:
     named = _files(page)
     assert named == {"autoplan/plan.py", "gone.py", "plan.py", "sharding/", "shading/"}
     assert sorted(n for n in named if not _exists(page, n)) == ["gone.py", "shading/"]
+
+
+def test_t09_8_the_readme_says_that_dropout_draws_other_numbers() -> None:
+    """There is no mode in which random numbers are those of one device."""
+    assert re.search(r"^- Dropout draws other numbers than one device", _text(README), re.M)

@@ -90,6 +90,10 @@ def _skip_inputs() -> Inputs:
     return {"x": torch.randn(8, 16), "keep": torch.tensor([True, False, True, True] * 2)}
 
 
+def _narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(100, 30), nn.ReLU(), nn.Linear(30, 100))
+
+
 def _heads(heads: int) -> Case:
     return Case(lambda: Heads(heads, 4), lambda: {"x": torch.randn(4, 4, 8 * heads)}, mean_square)
 
@@ -124,6 +128,7 @@ CASES: dict[str, Case] = {
     "custom": Case(Custom, lambda: {"x": torch.randn(4, 16)}, mean_square),
     "loose": Case(Loose, lambda: {"x": torch.randn(4, 16)}, mean_square),
     "counting": Case(Counting, lambda: {"x": torch.randn(4, 8)}, mean_square),
+    "narrow": Case(_narrow, lambda: {"input": torch.randn(3, 100)}, mean_square),
     "assigned": Case(Assigned, lambda: {"x": torch.randn(4, 8)}, mean_square),
     "positioned": Case(Positioned, lambda: _labelled_ids(4, 8, 20), itself),
     "adapted": Case(Adapted, lambda: {"x": torch.randn(4, 16)}, mean_square),

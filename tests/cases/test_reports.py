@@ -4,6 +4,7 @@ R45-R50, R53-R55, R64, R65, R67."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -90,16 +91,28 @@ def _feed_forward(hidden: int, num_devices: int, placements: dict[str, str]) -> 
 
 @pytest.mark.parametrize(("hidden", "num_devices"), [(11008, 3), (30, 4)])
 def test_r17_r18_width_that_does_not_divide(hidden: int, num_devices: int) -> None:
-    """Unpinned it stays whole; pinned it is refused with the size, the degree and what divides."""
+    """Unpinned it stays whole, and every rank's memory has the whole of it; pinned it is refused
+    with the size, the degree and what divides."""
     plan = _feed_forward(hidden, num_devices, {})
+    held = 0
     for parameter in plan.parameters.values():
         layout = parse_layout(parameter.used).value
-        layout.local_shape(parameter.shape, (1, num_devices))  # raises where it does not divide
+        # raises where it does not divide
+        held += 4 * math.prod(layout.local_shape(parameter.shape, (1, num_devices)))
+    assert plan.stages[0].estimate.memory.parameters >= held
+    if num_devices == 3:  # no dim of any weight divides
+        assert held == 4 * (2 * 64 * hidden + hidden + 64)
     with pytest.raises(autoplan.InfeasibleError) as refusal:
         _feed_forward(hidden, num_devices, {"0.weight": "RS(0)"})
     message = str(refusal.value)
     assert f"dim 0 has {hidden} elements, which tp={num_devices} does not divide" in message
     assert "replicated" in message
+
+
+@pytest.mark.distributed
+def test_r18_width_that_does_not_divide_equals_one_device() -> None:
+    """Linear(100, 30) over four ranks: whole on each of them."""
+    _equal(plan_case("narrow", 4, pp=1, tp=4, dp=1), "narrow")
 
 
 # ---- pipelines -----------------------------------------------------------------------------------
