@@ -411,6 +411,7 @@ def main() -> int:
     entries = entries[: options.limit]
     if not entries:
         parser.error(f"--only {options.only} names nothing of the zoo")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # workers end with this process
     start, ran, table = time.perf_counter(), [], read_table()
     for done, rows in enumerate(sweep(entries, layouts, options.jobs, options.exact), 1):
         ran += rows
