@@ -59,7 +59,29 @@ _BATCH_NORMS = frozenset(
         "aten.cudnn_batch_norm.default",
     }
 )
-_SYNONYMS = {"aten.min.other": "aten.minimum.default", "aten.max.other": "aten.maximum.default"}
+# one op under two names, with the same arguments
+_SYNONYMS = {
+    f"aten.{name}": f"aten.{known}"
+    for name, known in (
+        ("min.other", "minimum.default"),
+        ("max.other", "maximum.default"),
+        ("concat.default", "cat.default"),
+        ("concatenate.default", "cat.default"),
+        ("clip.default", "clamp.default"),
+        ("clip.Tensor", "clamp.Tensor"),
+        ("absolute.default", "abs.default"),
+        ("negative.default", "neg.default"),
+        ("subtract.Tensor", "sub.Tensor"),
+        ("true_divide.Tensor", "div.Tensor"),
+        *((f"multiply.{x}", f"mul.{x}") for x in ("Tensor", "Scalar")),
+        *((f"divide.{x}", f"div.{x}") for x in ("Tensor", "Scalar")),
+        *((f"greater.{x}", f"gt.{x}") for x in ("Tensor", "Scalar")),
+        *((f"greater_equal.{x}", f"ge.{x}") for x in ("Tensor", "Scalar")),
+        *((f"less.{x}", f"lt.{x}") for x in ("Tensor", "Scalar")),
+        *((f"less_equal.{x}", f"le.{x}") for x in ("Tensor", "Scalar")),
+        *((f"not_equal.{x}", f"ne.{x}") for x in ("Tensor", "Scalar")),
+    )
+}
 _NEW = frozenset(f"aten.new_{name}.default" for name in ("zeros", "ones", "full", "empty"))
 IGNORE_INDEX = -100
 
@@ -89,7 +111,8 @@ class _Rewriter:
             self.maker[name] = op
 
     def visit(self, op: Op) -> None:
-        op = _replace(op, inputs=tuple(self.alias.get(n, n) for n in op.inputs))
+        inputs = tuple(self.alias.get(n, n) for n in op.inputs)
+        op = _replace(op, inputs=inputs, target=_SYNONYMS.get(op.target, op.target))
         target, arguments = op.target, op.arguments
         if target in _IDENTITIES or (
             target == "aten._to_copy.default"
@@ -122,8 +145,8 @@ class _Rewriter:
             self.copy(op)
         elif target == "aten.type_as.default":
             self.cast(op, op.inputs[0], op.outputs[0])
-        elif target in _SYNONYMS:
-            self.emit(_replace(op, target=_SYNONYMS[target]))
+        elif target == "aten.cat.default":
+            self.cat(op)
         elif target in _NEW:
             self.new(op)
         else:
@@ -171,6 +194,20 @@ class _Rewriter:
         self.values[narrow] = Value(narrow, meta, "activation", carries)
         self.cast(_replace(op, name=narrow), source, narrow)
         self.broadcast(_replace(op, inputs=(self.alias.get(narrow, narrow),)))
+
+    def cat(self, op: Op) -> None:
+        """A concatenation without its empty operands (what a cache starts from), which may have
+        another rank than the others.
+        """
+        result = op.outputs[0]
+        kept = [n for n in op.inputs if 0 not in self.meta(n).shape]
+        if len(kept) == 1 and len(op.inputs) > 1:
+            self.cast(op, kept[0], result)
+        elif any(self.meta(n).dtype == self.meta(result).dtype for n in kept):
+            arguments = {**op.arguments, "tensors": tuple(Ref(i) for i in range(len(kept)))}
+            self.emit(_replace(op, inputs=tuple(kept), arguments=arguments))
+        else:
+            self.emit(op)
 
     def cast(self, op: Op, source: str, result: str) -> None:
         """`result` is `source` in result's own dtype."""

@@ -11,9 +11,15 @@ from autoplan.capture import capture
 
 
 def test_assignments_are_their_sources() -> None:
-    """`aten.copy` has no derivative, `type_as` and `min.other` no rule: none of them is left."""
+    """`aten.copy` has no derivative, `type_as` and second names of ops no rule: none is left, and
+    what is joined with an empty tensor is itself.
+    """
     model, inputs, loss = build("assigned")
-    targets = {op.target for op in capture(model, inputs, loss_fn=loss).graph.ops}
+    graph = capture(model, inputs, loss_fn=loss).graph
+    targets = {op.target for op in graph.ops}
+    joined = [op for op in graph.ops if op.target == "aten.cat.default"]
+    assert [len(op.inputs) for op in joined] == [2]
+    assert not targets & {"aten.concat.default", "aten.multiply.Tensor"}
     assert not targets & {"aten.copy.default", "aten.type_as.default", "aten.min.other"}
     assert {"aten.expand.default", "aten._to_copy.default", "aten.minimum.default"} <= targets
 

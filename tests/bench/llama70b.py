@@ -25,6 +25,7 @@ from autoplan.solver.pins import Pinned
 from autoplan.solver.search import Search
 from autoplan.solver.space import Space
 
+
 def main() -> None:
     """Prints seconds, summary and baselines."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -214,7 +214,9 @@ class Adapted(nn.Module):
 
 
 class Assigned(nn.Module):
-    """Writes into slices and whole tensors in place, in another dtype too; smaller of two."""
+    """Writes into slices and whole tensors in place, in another dtype too; joins empty tensors;
+    second names of ops.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +228,9 @@ class Assigned(nn.Module):
         rows[:, :4] = h[:, 4:]
         rows[:, 4:] = h[:1, :4].float()
         whole = torch.zeros_like(h)
-        whole[:] = rows * h.type_as(x)
+        whole[:] = torch.multiply(rows, h.type_as(x))
+        whole = torch.cat([torch.tensor([]), whole], -1)
+        whole = torch.concat([whole[:, :3], torch.zeros(4, 0, dtype=x.dtype), whole[:, 3:]], -1)
         result: Tensor = self.out(torch.min(whole, torch.tensor(0.5, dtype=x.dtype)))
         return result
 
