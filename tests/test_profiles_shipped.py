@@ -41,6 +41,7 @@ def test_every_number_has_provenance(path: Any) -> None:
     provenance = data["provenance"]
     wanted = set(NUMBERS[path.parent.name])
     wanted |= {"switch_share", "rank_efficiency", "price_per_device_hour"} & set(data)
+    wanted |= {f"kernel.{k}" for k in ("tiles", "flash", "sustained") if k in data.get("kernel", {})}
     wanted |= {f"kernel.efficiency.{f}" for f in data.get("kernel", {}).get("efficiency", {})}
     assert wanted <= set(provenance)
     for entry in provenance.values():
@@ -57,7 +58,7 @@ def test_every_kind_loads_at_every_size(kind: str) -> None:
         cluster = Cluster.load(f"{kind}-1x{size}")
         assert cluster.num_devices == size
         assert 2**30 < cluster.device.memory_bytes < 2**38
-        assert set(cluster.device.peak_flop_per_s) == {"bfloat16", "float16", "float32", "float64"}
+        assert {"bfloat16", "float16", "float32", "float64"} <= set(cluster.device.peak_flop_per_s)
     if kind != "local-cpu":
         assert Cluster.load(f"{kind}-3x1").num_hosts == 3
 

@@ -43,9 +43,7 @@ def check(
     if plot is not None:
         from autoplan.render.accuracy import draw_accuracy
 
-        points = [
-            (p.run.prefix, p.measured_s, p.step_s) for p in swept.predictions if p.measured_s
-        ]
+        points = [(p.run.prefix, p.measured_s, p.step_s) for p in swept.predictions if p.measured_s]
         draw_accuracy(points, plot)
     if accuracy is not None:
         write_accuracy(swept, accuracy)

@@ -105,7 +105,7 @@ def _add_seconds(
     for move, size, each in parameter_moves(value, strategy, sizes, trainable, dtype):
         seconds = mesh.collective(move, size).time_s
         once_s, reduce_s = (once_s, reduce_s + seconds) if each else (once_s + seconds, reduce_s)
-    for move, size, each in parameter_moves(value, strategy, sizes, False):
+    for move, size, _ in parameter_moves(value, strategy, sizes, False):
         gather_s += mesh.collective(move, size).time_s
     gradient_s = once_s - gather_s
     stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
