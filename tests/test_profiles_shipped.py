@@ -15,6 +15,7 @@ NUMBERS = {
     "devices": ("memory_GiB", "memory_GBps", "peak_TFLOPs", "kernel.launch_us"),
     "links": ("bandwidth_GBps", "latency_us", "launch_us", "efficiency"),
     "clusters": ("devices_per_host",),
+    "runtimes": (),
 }
 FILES = sorted(profiles_dir().glob("*/*.json"))
 
