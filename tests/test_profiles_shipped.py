@@ -42,7 +42,8 @@ def test_every_number_has_provenance(path: Any) -> None:
     provenance = data["provenance"]
     wanted = set(NUMBERS[path.parent.name])
     wanted |= {"switch_share", "rank_efficiency", "price_per_device_hour"} & set(data)
-    wanted |= {f"kernel.{k}" for k in ("tiles", "flash", "sustained") if k in data.get("kernel", {})}
+    kernel = data.get("kernel", {})
+    wanted |= {f"kernel.{k}" for k in ("tiles", "flash", "sustained") if k in kernel}
     wanted |= {f"kernel.efficiency.{f}" for f in data.get("kernel", {}).get("efficiency", {})}
     assert wanted <= set(provenance)
     for entry in provenance.values():

@@ -82,7 +82,7 @@ def test_a_rack_is_one_domain() -> None:
 
 def test_the_framework_follows_source_level_and_notes() -> None:
     assert runtime_for(run_of(source="2104.04473 SC21")).name == "megatron-2021"
-    assert runtime_for(run_of(source="SC21", fsdp_or_zero="zero3")).name == "deepspeed"
+    assert runtime_for(run_of(source="SC21", fsdp_or_zero="zero3")).name == "deepspeed-2021"
     assert runtime_for(run_of(source="pytorch/torchtitan")).name == "torchtitan"
     titan = run_of(source="pytorch/torchtitan", notes="FSDP, AsyncTP")
     assert runtime_for(titan).name == "torchtitan-async"
