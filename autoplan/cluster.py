@@ -51,6 +51,8 @@ class Link:
         device_bytes_per_s: Between hosts, the most that one device can use of it (its own NICs);
             None: all of it.
         launch_s: Seconds once per collective, whatever its size.
+        fill_s: Between hosts, seconds that a large collective through both tiers loses until hosts
+            and network work at once.
         efficiency: (collective, share of the bandwidth it reaches); "all": those not listed.
         rank_efficiency: (number of ranks, share) where the wiring serves some counts worse.
         switch_share: Share of the bandwidth at which the switch itself reduces; None: it cannot.
@@ -67,6 +69,7 @@ class Link:
     bytes_per_s: float
     device_bytes_per_s: float | None = None
     launch_s: float = 0.0
+    fill_s: float = 0.0
     efficiency: tuple[tuple[str, float], ...] = ()
     rank_efficiency: tuple[tuple[int, float], ...] = ()
     switch_share: float | None = None
@@ -75,7 +78,7 @@ class Link:
 
     def __post_init__(self) -> None:
         label = f"link {self.name!r}"
-        for name in ("latency_s", "launch_s"):
+        for name in ("latency_s", "launch_s", "fill_s"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{label}: {name} {value}", "seconds >= 0")
             object.__setattr__(self, name, rounded(value))

@@ -31,7 +31,7 @@ STEP = 1.1  # of a finite difference, as a factor
 LARGEST_MOVE = 0.35  # logarithm of the largest factor of one fit
 PRIOR = 0.02  # weight of staying, in sources
 SWEEPS = 40
-MOST_ACTIONS = 3000  # of a replay: longer ones would take most of the time
+MOST_ACTIONS = 6000  # of a replay: longer ones would take most of the time
 # devices of one architecture and power class share what is fitted
 FAMILIES = (
     ("a100-80g", "a100-40g", "a800-80g"),
@@ -204,12 +204,22 @@ def _files_of(run: Run) -> set[str]:
 
 
 def sample(runs: list[Run], rows: int) -> list[Run]:
-    """At most `rows` of each source that stands by its numbers, evenly taken."""
+    """At most `rows` of each source that stands by its numbers, evenly taken from those that can be
+    priced.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        if run.scored and _actions(run) <= MOST_ACTIONS:
+        if run.scored and _actions(run) <= MOST_ACTIONS and _is_expressed(run):
             groups.setdefault(run.prefix, []).append(run)
     return [run for group in groups.values() for run in group[:: max(1, -(-len(group) // rows))]]
+
+
+def _is_expressed(run: Run) -> bool:
+    try:
+        case.case_of(run)
+    except NotExpressedError:
+        return False
+    return True
 
 
 def _actions(run: Run) -> float:
