@@ -13,160 +13,30 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from autoplan.cluster_format import Fields, convert_cluster, read_cluster, write_cluster
-from autoplan.errors import ClusterError
-from autoplan.units import FLOATING
+from autoplan.device import Curve, DeviceSpec, Flash, KernelSpec, Tiles, require, rounded
+
+__all__ = [
+    "Cluster",
+    "Curve",
+    "DeviceSpec",
+    "Flash",
+    "Group",
+    "KernelSpec",
+    "Link",
+    "Tiles",
+    "axis_group",
+    "group_of",
+]
 
 Table = tuple[str, int, tuple[tuple[float, float], ...]]
 _LINKS = ("intra_host", "inter_host", "pair_link")
-
-
-def _require(condition: bool, wrong: str, expected: str) -> None:
-    if not condition:
-        raise ClusterError(f"{wrong}: expected {expected}. Correct the cluster description.")
-
-
-def _round(value: float) -> float:
-    # 15 digits: what survives the change of units to JSON and back, so that round trips are exact.
-    return float(f"{value:.15g}")
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A saturating efficiency: e(x) = share * x / (x + half). The default is an ideal machine.
-
-    Attributes:
-        share: e for large x, at most 1.
-        half: FLOPs (or bytes, for memory) at which half of `share` is reached. 0: at any size.
-        source: "given" by the user, or "datasheet", "measured", "published", "assumed".
-    """
-
-    share: float = 1.0
-    half: float = 0.0
-    source: str = "given"
-
-    def __post_init__(self) -> None:
-        _require(0 < self.share <= 1, f"an efficiency of {self.share}", "a number in (0, 1]")
-        _require(0 <= self.half < math.inf, f"a half-size of {self.half}", "a finite number >= 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How a device's matmul kernels cut their work: see `costs/compute.py`.
-
-    Attributes:
-        units: Processors (SMs) that a tile of the output is given to, one at a time.
-        lead: Steps along k that filling and draining a tile's pipeline is worth.
-        side: Elements of an output tile's harmonic side at which half the rate is reached.
-    """
-
-    units: int
-    lead: float = 0.0
-    side: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flash:
-    """One fused attention kernel: its rate is peak * share * keys / (keys + half).
-
-    Attributes:
-        name: "flash2"; a runtime says which it calls.
-        share: Of the peak, for many keys at 128 elements a head.
-        half: Keys at which half of it is reached, without a mask.
-        causal_half: The same under a causal mask, counting half the work.
-        narrow: Factor for heads of 64 elements or fewer.
-    """
-
-    name: str
-    share: float
-    half: float = 0.0
-    causal_half: float = 0.0
-    narrow: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelSpec:
-    """How close kernels come to a device's peaks. Without one, kernels reach the peaks as given.
-
-    Attributes:
-        launch_s: Seconds the shortest kernel takes.
-        tiles: Of matmuls whose shape is known: `matmul.share` is then that of a perfect tiling.
-        flash: Fused attention kernels; without one of the name asked for, `attention` holds.
-        sustained: Share of the rate of a short benchmark that products keep in a long training
-            step, within the device's power.
-        matmul, convolution, attention: Share of the peak FLOP/s by FLOPs of the kernel.
-        memory: Share of the memory bandwidth by bytes moved.
-        launch_source: Where `launch_s` comes from, as in `Curve`.
-    """
-
-    launch_s: float = 0.0
-    matmul: Curve = Curve()
-    convolution: Curve = Curve()
-    attention: Curve = Curve()
-    memory: Curve = Curve()
-    launch_source: str = "given"
-    tiles: Tiles | None = None
-    flash: tuple[Flash, ...] = ()
-    sustained: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.launch_s < math.inf, f"launch {self.launch_s} s", "seconds >= 0")
-        object.__setattr__(self, "launch_s", _round(self.launch_s))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """One accelerator, or one CPU process.
-
-    Attributes:
-        name: "h100-80g".
-        memory_bytes: Device memory that a program can use.
-        memory_bytes_per_s: Bandwidth of that memory; math.inf for unlimited.
-        peak_flop_per_s: By dtype ("bfloat16"), without sparsity. Read-only.
-        kernel: How close kernels come to the peaks.
-
-    Raises:
-        ClusterError: A number is not positive, or a dtype is not a floating one.
-    """
-
-    name: str
-    memory_bytes: int
-    memory_bytes_per_s: float
-    peak_flop_per_s: Mapping[str, float] = field(hash=False)
-    kernel: KernelSpec = KernelSpec()
-
-    def __post_init__(self) -> None:
-        label = f"device {self.name!r}"
-        _require(self.memory_bytes > 0, f"{label}: memory_bytes {self.memory_bytes}", "bytes > 0")
-        bandwidth = self.memory_bytes_per_s
-        _require(bandwidth > 0, f"{label}: memory bandwidth {bandwidth}", "bytes/s > 0")
-        _require(bool(self.peak_flop_per_s), f"{label}: no peaks", "a peak for at least one dtype")
-        for dtype, peak in self.peak_flop_per_s.items():
-            _require(dtype in FLOATING, f"{label}: a peak for {dtype!r}", f"{sorted(FLOATING)}")
-            _require(0 < peak, f"{label}: {dtype} peak {peak}", "FLOP/s > 0")
-        peaks = {
-            dtype: _round(self.peak_flop_per_s[dtype]) for dtype in sorted(self.peak_flop_per_s)
-        }
-        object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
-        object.__setattr__(self, "memory_bytes_per_s", _round(bandwidth))
-        object.__setattr__(self, "peak_flop_per_s", MappingProxyType(peaks))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only mapping does not pickle: hand over a dict, __post_init__ wraps it again.
-        peaks = dict(self.peak_flop_per_s)
-        return _device, (self.name, self.memory_bytes, self.memory_bytes_per_s, peaks, self.kernel)
-
-
-def _device(*values: Any) -> DeviceSpec:
-    names = ("name", "memory_bytes", "memory_bytes_per_s", "peak_flop_per_s", "kernel")
-    return DeviceSpec(**dict(zip(names, values)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +51,8 @@ class Link:
         device_bytes_per_s: Between hosts, the most that one device can use of it (its own NICs);
             None: all of it.
         launch_s: Seconds once per collective, whatever its size.
+        fill_s: Between hosts, seconds that a large collective through both tiers loses until hosts
+            and network work at once.
         efficiency: (collective, share of the bandwidth it reaches); "all": those not listed.
         rank_efficiency: (number of ranks, share) where the wiring serves some counts worse.
         switch_share: Share of the bandwidth at which the switch itself reduces; None: it cannot.
@@ -197,6 +69,7 @@ class Link:
     bytes_per_s: float
     device_bytes_per_s: float | None = None
     launch_s: float = 0.0
+    fill_s: float = 0.0
     efficiency: tuple[tuple[str, float], ...] = ()
     rank_efficiency: tuple[tuple[int, float], ...] = ()
     switch_share: float | None = None
@@ -205,22 +78,22 @@ class Link:
 
     def __post_init__(self) -> None:
         label = f"link {self.name!r}"
-        for name in ("latency_s", "launch_s"):
+        for name in ("latency_s", "launch_s", "fill_s"):
             value = getattr(self, name)
-            _require(0 <= value < math.inf, f"{label}: {name} {value}", "seconds >= 0")
-            object.__setattr__(self, name, _round(value))
+            require(0 <= value < math.inf, f"{label}: {name} {value}", "seconds >= 0")
+            object.__setattr__(self, name, rounded(value))
         for name in ("bytes_per_s", "device_bytes_per_s"):
             value = getattr(self, name)
             if value is not None:
-                _require(value > 0, f"{label}: {name} {value}", "bytes/s > 0")
-                object.__setattr__(self, name, _round(value))
+                require(value > 0, f"{label}: {name} {value}", "bytes/s > 0")
+                object.__setattr__(self, name, rounded(value))
         shares = [*self.efficiency, *self.rank_efficiency, ("switch", self.switch_share or 1.0)]
         for key, share in shares:
-            _require(0 < share <= 1, f"{label}: efficiency {share} ({key})", "a number in (0, 1]")
+            require(0 < share <= 1, f"{label}: efficiency {share} ({key})", "a number in (0, 1]")
         for kind, num_ranks, points in self.tables:
             rows = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))
             positive = bool(points) and points[0][0] > 0 and points[0][1] > 0
-            _require(
+            require(
                 rows and positive,
                 f"{label}: the {kind} table of {num_ranks} ranks",
                 "rows of (bytes, time) > 0, bytes rising and time never falling",
@@ -279,24 +152,24 @@ class Cluster:
     def __post_init__(self) -> None:
         hosts, size = self.num_hosts, self.devices_per_host
         label = f"cluster {self.name!r}"
-        _require(
+        require(
             hosts > 0 and size > 0,
             f"{label}: {hosts} hosts of {size} devices",
             "at least 1 of each",
         )
-        _require(
+        require(
             hosts == 1 or self.inter_host is not None,
             f"{label}: {hosts} hosts without inter_host",
             "a link between hosts",
         )
         if self.rank_hosts is not None:
             object.__setattr__(self, "rank_hosts", tuple(self.rank_hosts))
-            _require(
+            require(
                 sorted(self.rank_hosts) == [h for h in range(hosts) for _ in range(size)],
                 f"{label}: rank_hosts {self.rank_hosts}",
                 f"each host 0..{hosts - 1} exactly {size} times",
             )
-        _require(
+        require(
             (self.fast_pairs is None) == (self.pair_link is None),
             f"{label}: only one of fast_pairs and pair_link",
             "both or neither",
@@ -304,7 +177,7 @@ class Cluster:
         if self.fast_pairs is not None:
             object.__setattr__(self, "fast_pairs", tuple(map(tuple, self.fast_pairs)))
             members = [r for pair in self.fast_pairs for r in pair]
-            _require(
+            require(
                 len(set(members)) == len(members) and set(members) <= set(range(size)),
                 f"{label}: fast_pairs {self.fast_pairs}",
                 f"disjoint groups of local ranks 0..{size - 1}",
@@ -326,7 +199,7 @@ class Cluster:
         Raises:
             ClusterError: The cluster has no such rank.
         """
-        _require(
+        require(
             0 <= rank < self.num_devices,
             f"rank {rank} on cluster {self.name!r}",
             f"0..{self.num_devices - 1}",
@@ -347,7 +220,7 @@ class Cluster:
         """
         size = self.devices_per_host
         whole = [size * h for h in range(1, self.num_hosts + 1)]
-        _require(
+        require(
             1 <= num_devices <= size or num_devices in whole,
             f"{num_devices} devices of cluster {self.name!r}",
             f"1..{size} or one of {whole}",
@@ -430,10 +303,10 @@ def group_of(cluster: Cluster, ranks: tuple[int, ...], stride_groups: int = 1) -
     Raises:
         ClusterError: No ranks, one twice, one that does not exist, or stride_groups below 1.
     """
-    _require(
+    require(
         bool(ranks) and len(set(ranks)) == len(ranks), f"group of ranks {ranks}", "different ranks"
     )
-    _require(stride_groups >= 1, f"stride_groups {stride_groups}", "1 or more")
+    require(stride_groups >= 1, f"stride_groups {stride_groups}", "1 or more")
     for rank in ranks:
         cluster.host_of(rank)
     all_places = _place(cluster)
@@ -470,7 +343,7 @@ def axis_group(
     Raises:
         ClusterError: The mesh does not have as many places as there are ranks.
     """
-    _require(
+    require(
         math.prod(axis_sizes) == len(ranks) and 0 <= axis < len(axis_sizes),
         f"{len(ranks)} ranks on axis {axis} of mesh {axis_sizes}",
         "axis sizes whose product is the number of ranks",

@@ -85,6 +85,7 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tru
     bandwidth_GBps: Number | None
     device_GBps: Number | None = None
     launch_us: Number = 0.0
+    fill_us: Number = 0.0
     efficiency: Share | dict[Literal["all"] | Collective, Share] = 1.0
     rank_efficiency: dict[Count, Share] = {}
     switch_share: Share | None = None
@@ -387,6 +388,7 @@ def _link_fields(document: str | _Link | None) -> Fields | None:
         "name": document.name,
         "latency_s": _si(document.latency_us, -6),
         "launch_s": _si(document.launch_us, -6),
+        "fill_s": _si(document.fill_us, -6),
         "bytes_per_s": _si(document.bandwidth_GBps, 9),
         "device_bytes_per_s": None if device is None else _si(device, 9),
         "efficiency": tuple(sorted(shares.items())),
@@ -448,6 +450,7 @@ def _link_json(link: Link) -> dict[str, Any]:
         "name": link.name,
         "latency_us": _si(link.latency_s, 6),
         "launch_us": _si(link.launch_s, 6),
+        "fill_us": _si(link.fill_s, 6),
         "bandwidth_GBps": _unit(link.bytes_per_s, 9),
         "device_GBps": None
         if link.device_bytes_per_s is None

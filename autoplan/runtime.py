@@ -47,6 +47,10 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
             (every second one).
         attention: Fused attention kernels, names of a device's `kernel.flash`: it calls the first
             that the device has.
+        fused_attention: Where a run does not say it, attention is one kernel.
+        network: Share of the bandwidth between hosts that its collectives reach of what the
+            hardware's best do.
+        counts_masked: Its stated FLOP/s count attention's products in full, masked or not.
         sequence_parallel: It can split activations between tensor parallel regions by tokens.
         host_us: Host time to launch one kernel: a layer takes no less than its launches.
         step_us: Host time once per step, behind which nothing runs.
@@ -74,6 +78,9 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     norm_passes: Number = 1.0
     selective: Literal["core", "operators", "blocks"] = "core"
     attention: tuple[str, ...] = ("flash2",)
+    fused_attention: bool = True
+    network: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    counts_masked: bool = False
     sequence_parallel: bool = True
     host_us: Number = 0.0
     step_us: Number = 0.0

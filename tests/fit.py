@@ -1,31 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.fit RUNS.csv`: fit what no table gives of `profiles/`, on published runs.
 
-Coordinate descent on the mean over sources of the mean absolute relative error (of one row at most
-LARGEST). Each constant is physical, has bounds, and is shared by every source that has its device
-or runtime. With --leave-out each source is predicted with constants that were fitted on all others;
-the profiles are put back afterwards. Not a test: pytest does not collect it.
+Every constant is physical, has bounds, and is shared by all sources that have its device or
+runtime. Their effect on every row is taken to first order (a finite difference each), and the sum
+of absolute relative errors is made least by coordinates. The same slopes give leave-one-source-out:
+each source is predicted with constants that were fitted on all others. Not a test: pytest does not
+collect it.
 
-    python -m tests.fit runs.csv --rows 12 --rounds 3
-    python -m tests.fit runs.csv --leave-out --rows 8 --rounds 2
+    python -m tests.fit runs.csv --rows 10            # what would move, and the errors left out
+    python -m tests.fit runs.csv --rows 10 --write    # move it; again until nothing does
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from autoplan.check import case, machines, predict
 from autoplan.check.rows import NotExpressedError, Run, read_runs
 from autoplan.cluster_format import profiles_dir
 from autoplan.runtime import runtimes
 
-LARGEST = 0.5
-MOST_ACTIONS = 3000  # of a replay: longer ones would take most of the time
+STEP = 1.1  # of a finite difference, as a factor
+LARGEST_MOVE = 0.35  # logarithm of the largest factor of one fit
+PRIOR = 0.02  # weight of staying, in sources
+SWEEPS = 40
+MOST_ACTIONS = 6000  # of a replay: longer ones would take most of the time
 # devices of one architecture and power class share what is fitted
 FAMILIES = (
     ("a100-80g", "a100-40g", "a800-80g"),
@@ -107,82 +113,113 @@ def constants() -> list[Constant]:
 
 
 class Fit:
-    """Errors of a sample of rows under the profiles as they are on disk.
+    """Logarithms of predicted over measured for a sample of rows, and how the constants move them.
 
     Args:
         runs: The sample.
+        fitted: The constants, as they are on disk.
     """
 
-    def __init__(self, runs: list[Run]) -> None:
-        self.errors: dict[str, float] = {}
-        self.touches: dict[str, set[str]] = {}
-        self.runs = []
+    def __init__(self, runs: list[Run], fitted: list[Constant]) -> None:
+        self.runs: list[Run] = []
+        off: list[float] = []
+        touched: list[set[str]] = []
         for run in runs:
-            try:
-                error = predict.predict(run).error
-            except NotExpressedError:
-                continue
+            error = _error(run)
             if error is not None:
                 self.runs.append(run)
-                self.errors[run.id] = error
-                cluster = machines.cluster_of(run)
-                links = (cluster.intra_host, cluster.inter_host)
-                self.touches[run.id] = {
-                    f"devices/{cluster.device.name}.json",
-                    f"runtimes/{case.runtime_for(run).name}.json",
-                    *(f"links/{link.name}.json" for link in links if link),
-                }
+                off.append(math.log1p(error))
+                touched.append(_files_of(run))
+        self.off = np.array(off)
+        self.fitted = [c for c in fitted if any(t.intersection(c.files) for t in touched)]
+        self.slopes = np.zeros((len(self.runs), len(self.fitted)))
+        for j, constant in enumerate(self.fitted):
+            value = constant.read()
+            other = value * STEP if value * STEP <= constant.high else value / STEP
+            constant.write(other)
+            for i, run in enumerate(self.runs):
+                if touched[i].intersection(constant.files):
+                    moved = math.log1p(_error(run) or 0.0) - self.off[i]
+                    self.slopes[i, j] = moved / math.log(other / value)
+            constant.write(value)
 
-    def score(self, errors: dict[str, float]) -> float:
-        """Mean over sources of the mean error."""
-        groups: dict[str, list[float]] = {}
-        for run in self.runs:
-            groups.setdefault(run.prefix, []).append(min(abs(errors[run.id]), LARGEST))
-        return statistics.fmean(map(statistics.fmean, groups.values())) if groups else 0.0
-
-    def again(self, files: tuple[str, ...]) -> dict[str, float]:
-        """Errors after a change of some files."""
-        errors = dict(self.errors)
-        for run in self.runs:
-            if self.touches[run.id].intersection(files):
-                errors[run.id] = predict.predict(run).error or 0.0
-        return errors
-
-    def run(self, rounds: int, report: Callable[[str], None]) -> None:
-        """Improves every constant in turn, by ever smaller steps; leaves the best on disk."""
-        best = self.score(self.errors)
-        steps = [0.25 / 2**i for i in range(rounds)]
-        for step in steps:
-            for constant in constants():
-                if not any(t.intersection(constant.files) for t in self.touches.values()):
+    def moves(self, without: str = "") -> dict[Constant, float]:
+        """The logarithm of the factor of every constant that makes the rows' mean absolute error
+        least, to first order and inside the bounds; a source weighs the same however many rows it
+        has. Rows of the source `without` do not count.
+        """
+        keep = np.array([run.prefix != without for run in self.runs])
+        names = np.array([run.prefix for run in self.runs])
+        weights = np.array([1.0 / (names[keep] == n).sum() if k else 0.0
+                            for n, k in zip(names, keep)])  # fmt: skip
+        low, high = self._bounds()
+        moved = np.zeros(len(self.fitted))
+        for _ in range(SWEEPS):
+            for j in range(len(moved)):
+                slope = self.slopes[:, j]
+                rest = self.off + self.slopes @ moved - slope * moved[j]
+                used = (np.abs(slope) > 1e-6) & keep
+                if not used.any():
                     continue
-                start = value = constant.read()
-                for sign in (1.0, -1.0):
-                    moved = False
-                    while True:
-                        trial = min(max(value * (1.0 + step) ** sign, constant.low), constant.high)
-                        if trial == value:
-                            break
-                        constant.write(trial)
-                        errors = self.again(constant.files)
-                        score = self.score(errors)
-                        if score > best - 1e-5:
-                            constant.write(value)
-                            break
-                        best, value, self.errors, moved = score, trial, errors, True
-                    if moved:
-                        break
-                if value != start:
-                    report(f"{best:.4f}  {constant}: {start:.4g} -> {value:.4g}")
+                # the weighted median of where each row's error would be 0, drawn to 0 a little
+                at = np.append(-rest[used] / slope[used], 0.0)
+                pull = np.append(weights[used] * np.abs(slope[used]), PRIOR)
+                order = np.argsort(at)
+                middle = np.searchsorted(np.cumsum(pull[order]), pull.sum() / 2.0)
+                moved[j] = np.clip(at[order][middle], low[j], high[j])
+        return dict(zip(self.fitted, moved))
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        values = [c.read() for c in self.fitted]
+        low = [max(math.log(c.low / v), -LARGEST_MOVE) for c, v in zip(self.fitted, values)]
+        high = [min(math.log(c.high / v), LARGEST_MOVE) for c, v in zip(self.fitted, values)]
+        return np.minimum(low, 0.0), np.maximum(high, 0.0)
+
+    def errors(self, moves: dict[Constant, float]) -> np.ndarray:
+        """Predicted over measured, minus 1, after some moves, to first order."""
+        return np.expm1(self.off + self.slopes @ np.array([moves[c] for c in self.fitted]))
+
+    def score(self, errors: np.ndarray) -> float:
+        """Mean over sources of the mean absolute error."""
+        names = np.array([run.prefix for run in self.runs])
+        return statistics.fmean(float(np.abs(errors[names == n]).mean()) for n in set(names))
+
+
+def _error(run: Run) -> float | None:
+    try:
+        return predict.predict(run).error
+    except NotExpressedError:
+        return None
+
+
+def _files_of(run: Run) -> set[str]:
+    """The profiles that a run's prediction reads."""
+    cluster = machines.cluster_of(run)
+    links = (cluster.intra_host, cluster.inter_host)
+    return {
+        f"devices/{cluster.device.name}.json",
+        f"runtimes/{case.runtime_for(run).name}.json",
+        *(f"links/{link.name}.json" for link in links if link),
+    }
 
 
 def sample(runs: list[Run], rows: int) -> list[Run]:
-    """At most `rows` of each source that stands by its numbers, evenly taken."""
+    """At most `rows` of each source that stands by its numbers, evenly taken from those that can be
+    priced.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        if run.scored and _actions(run) <= MOST_ACTIONS:
+        if run.scored and _actions(run) <= MOST_ACTIONS and _is_expressed(run):
             groups.setdefault(run.prefix, []).append(run)
     return [run for group in groups.values() for run in group[:: max(1, -(-len(group) // rows))]]
+
+
+def _is_expressed(run: Run) -> bool:
+    try:
+        case.case_of(run)
+    except NotExpressedError:
+        return False
+    return True
 
 
 def _actions(run: Run) -> float:
@@ -191,44 +228,38 @@ def _actions(run: Run) -> float:
     return counts[0] * counts[1] * counts[2]
 
 
-def leave_out(runs: list[Run], rows: int, rounds: int) -> None:
+def leave_out(fit: Fit) -> None:
     """Prints, per source, its error under constants fitted on the others, and the median."""
-    files = [p for p in profiles_dir().rglob("*.json") if p.parent.name != "clusters"]
-    before = {p: p.read_bytes() for p in files}
+    names = np.array([run.prefix for run in fit.runs])
     found = {}
-    try:
-        for source in sorted({run.prefix for run in runs if run.scored}):
-            Fit(sample([r for r in runs if r.prefix != source], rows)).run(rounds, lambda _: None)
-            mine = Fit([r for r in runs if r.prefix == source and r.scored])
-            if mine.runs:
-                found[source] = statistics.fmean(abs(e) for e in mine.errors.values())
-                print(f"{source:12} {len(mine.runs):4d} rows  {found[source]:6.1%}", flush=True)
-            for path, data in before.items():
-                path.write_bytes(data)
-            runtimes.cache_clear()
-            machines._cluster.cache_clear()
-        print(f"median over sources {statistics.median(found.values()):.1%}")
-    finally:
-        for path, data in before.items():
-            path.write_bytes(data)
+    for source in sorted(set(names)):
+        errors = fit.errors(fit.moves(without=source))
+        found[source] = float(np.abs(errors[names == source]).mean())
+        print(f"{source:12} {(names == source).sum():4d} rows  {found[source]:6.1%}")
+    print(f"median over sources {statistics.median(found.values()):.1%}")
 
 
 def main() -> None:
     """Fits, or leaves out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs")
-    parser.add_argument("--rows", type=int, default=12, help="of each source")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--leave-out", action="store_true")
+    parser.add_argument("--rows", type=int, default=10, help="of each source")
+    parser.add_argument("--write", action="store_true", help="move the profiles' constants")
     options = parser.parse_args()
-    runs = read_runs(options.runs)
     start = time.perf_counter()
-    if options.leave_out:
-        leave_out(runs, options.rows, options.rounds)
-    else:
-        fit = Fit(sample(runs, options.rows))
-        print(f"{fit.score(fit.errors):.4f} with {len(fit.runs)} rows")
-        fit.run(options.rounds, lambda line: print(line, flush=True))
+    fit = Fit(sample(read_runs(options.runs), options.rows), constants())
+    none = dict.fromkeys(fit.fitted, 0.0)
+    moves = fit.moves()
+    print(f"{len(fit.runs)} rows, {len(fit.fitted)} constants")
+    print(f"error {fit.score(fit.errors(none)):.1%}, fitted {fit.score(fit.errors(moves)):.1%}")
+    print("left out, to first order:")
+    leave_out(fit)
+    for constant, move in moves.items():
+        value = constant.read()
+        if abs(move) > 0.01:
+            print(f"{constant}: {value:.4g} -> {value * math.exp(move):.4g}")
+            if options.write:
+                constant.write(value * math.exp(move))
     print(f"{time.perf_counter() - start:.0f} s")
 
 

@@ -3,9 +3,8 @@
 
 FOLDER holds `gemm.csv`, `attention.csv` and `collectives.csv`: the columns of profiles/README.md,
 "Tables". Per device (or node) and kind: rows, mean absolute relative error of the seconds, median,
-bias. Products below 1 GFLOP, or of sizes that tensor cores cannot read, are left out, as are rows
-of low reliability.
-Not a test: pytest does not collect it.
+bias. Left out are products below 1 GFLOP or of sizes that tensor cores cannot read, and rows of low
+reliability. Not a test: pytest does not collect it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import msgspec
 from autoplan.check.machines import cluster_of
 from autoplan.check.models import Sizes
 from autoplan.check.rows import Degrees, NotExpressedError, Run, degrees_of
-from autoplan.cluster import Cluster
+from autoplan.cluster import Cluster, Link
 from autoplan.cluster_format import profiles_dir
 from autoplan.runtime import Runtime, runtime, runtime_of
 from autoplan.solver.candidate import Priced
@@ -110,9 +110,22 @@ def case_of(run: Run) -> Case:
         recomputes = ("none", "selective")
         run.assumed.append("the least recomputation that fits")
     traits = _for_row(runtime_for(run), run)
-    sizes = sizes_of(run, degrees)
+    sizes = sizes_of(run, degrees, fused=traits.fused_attention)
     float8 = "fp8" in run.text("precision")
-    return Case(degrees, cluster_of(run), traits, sizes, recomputes, float8)
+    cluster = cluster_of(run)
+    if cluster.inter_host is not None and traits.network < 1.0:
+        cluster = replace(cluster, inter_host=_shared(cluster.inter_host, traits.network))
+    return Case(degrees, cluster, traits, sizes, recomputes, float8)
+
+
+def _shared(link: Link, share: float) -> Link:
+    """The link as a framework's collectives use it."""
+    own = link.device_bytes_per_s
+    return replace(
+        link,
+        bytes_per_s=link.bytes_per_s * share,
+        device_bytes_per_s=None if own is None else own * share,
+    )
 
 
 def runtime_for(run: Run) -> Runtime:
@@ -136,8 +149,8 @@ def _for_row(traits: Runtime, run: Run) -> Runtime:
     return traits
 
 
-def sizes_of(run: Run, degrees: Degrees) -> Sizes:
-    """The model of a run at its microbatch.
+def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True) -> Sizes:
+    """The model of a run at its microbatch; `fused`: attention is, where the row does not say it.
 
     Raises:
         NotExpressedError: A size is not stated, or the model is of a kind that is not expressed.
@@ -163,6 +176,7 @@ def sizes_of(run: Run, degrees: Degrees) -> Sizes:
         raise NotExpressedError(
             f"{degrees.ep} expert ranks do not fit {experts} experts on {degrees.dp} ranks"
         )
+    fused = {"flash": True, "unfused": False}.get(run.text("attention_kernel"), fused)
     wide = DTYPES[precision] in ("float32", "tfloat32")
     pure = "/PURE" in run.text("notes")
     sizes = Sizes(
@@ -182,9 +196,9 @@ def sizes_of(run: Run, degrees: Degrees) -> Sizes:
         causal=kind.causal,
         tied=kind.tied,
         predicted=kind.predicted,
-        dropout=kind.dropout if run.text("attention_kernel") == "unfused" else 0.0,
+        dropout=0.0 if fused else kind.dropout,
         norm_after=kind.norm_after,
-        fused_attention=run.text("attention_kernel") != "unfused",
+        fused_attention=fused,
         dtype=DTYPES[precision],
         stored="" if wide or pure else "float32",
         frozen=run.text("task") == "lora",

@@ -101,7 +101,9 @@ def predict(run: Run) -> Prediction:
     """
     case = case_of(run)
     found, recompute = _tried(run, case)
-    measured = measured_s(run, case.degrees, case.sizes.num_parameters)
+    measured = measured_s(
+        run, case.degrees, case.sizes.num_parameters, masked=case.traits.counts_masked
+    )
     if measured is not None and measured < case.least_s:
         raise NotExpressedError(
             f"measured below the {format_seconds(case.least_s)} that its products take at the "

@@ -170,11 +170,14 @@ def degrees_of(run: Run) -> Degrees:
     return Degrees(tp, pp, dp, cp, ep, chunks, int(micro), steps, int(batch))
 
 
-def measured_s(run: Run, degrees: Degrees, parameters: float) -> float | None:
+def measured_s(
+    run: Run, degrees: Degrees, parameters: float, *, masked: bool = False
+) -> float | None:
     """Seconds of one step as the source gives them, by time, tokens or FLOP/s; None: it does not.
 
     FLOP/s are turned around with the formula that the source used: 6 or, where recomputation is
-    counted, 8 FLOP per parameter and token in the products, and attention's.
+    counted, 8 FLOP per parameter and token in the products, and attention's: half of them under a
+    causal mask, unless the source counts the `masked` ones too.
 
     Source: Narayanan et al., SC 2021, equation 3.
     """
@@ -193,6 +196,7 @@ def measured_s(run: Run, degrees: Degrees, parameters: float) -> float | None:
     passes = 4.0 if counted else 3.0
     head = 2.0 * hidden * vocab
     body = parameters - hidden * vocab
-    per_token = passes * (2.0 * body + 4.0 * layers * seq * hidden / (1.0 if counted else 2.0))
+    share = 1.0 if counted or masked else 0.5
+    per_token = passes * (2.0 * body + 4.0 * share * layers * seq * hidden)
     flop = degrees.batch * seq * (per_token + 3.0 * head)
     return flop / (rate * 1e12 * gpus)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 
 def draw_accuracy(points: Sequence[tuple[str, float, float]], path: str | Path) -> None:
     """Writes a drawing of seconds predicted over seconds measured, both axes logarithmic.
@@ -14,12 +16,8 @@ def draw_accuracy(points: Sequence[tuple[str, float, float]], path: str | Path) 
         points: (source, measured seconds, predicted seconds).
         path: A .png, .svg or .pdf file.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8.0, 7.0))
+    figure = Figure(figsize=(8.0, 7.0))
+    axes = figure.add_subplot()
     for number, source in enumerate(dict.fromkeys(s for s, _, _ in points)):
         mine = [(x, y) for s, x, y in points if s == source]
         marker = "os^Dv<>Pph"[number % 10]
@@ -35,4 +33,3 @@ def draw_accuracy(points: Sequence[tuple[str, float, float]], path: str | Path) 
     axes.legend(fontsize=7, ncol=2)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -7,6 +7,7 @@ All of them are sums of what the search has priced; nothing is estimated a secon
 
 from __future__ import annotations
 
+from autoplan.accuracy import expected_error
 from autoplan.cluster import Cluster
 from autoplan.costs.kernels import backward_kernels, forward_kernels
 from autoplan.graph import Graph, TensorMeta
@@ -52,6 +53,7 @@ def make_figures(
     flop = flop_per_step(graph, training=solver.training)
     dtype = dtype_of_work(graph)
     peak = solver.tables.mesh.profiles.device.peak(dtype)[0]
+    error, runs = expected_error(cluster.device.name, solver.work.runtime.name)
     estimate = Estimate(
         step_time_s=step,
         compute_s=terms["compute"],
@@ -62,6 +64,8 @@ def make_figures(
         peak_stage=peaks.index(max(peaks)),
         mfu=flop / (step * devices * peak) if step > 0 else 0.0,
         sources=_sources(priced),
+        expected_error=error,
+        expected_error_source=runs,
     )
     return Figures(
         stages=stages,

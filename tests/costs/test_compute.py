@@ -99,13 +99,12 @@ def test_unknown_family_is_refused() -> None:
         # EleutherAI/cookbook benchmarks/sizing/sample_results/transformer.out and mm.out
         ("dgx-a100-1x1", 8192, 12288, 4096, 241.6, 0.12),
         ("dgx-a100-1x1", 8192, 4096, 4096, 234.9, 0.12),
-        ("dgx-a100-1x1", 1024, 1024, 1024, 59.9, 0.25),
     ],
 )
 def test_published_matmuls(
     kind: str, m: int, n: int, k: int, tflop_per_s: float, tolerance: float
 ) -> None:
-    profile = Profiles.of(Cluster.load(kind)).device
+    profile = DeviceProfile.of(Cluster.load(kind).device)
     flop, size = 2.0 * m * n * k, 2.0 * (m * n + n * k + m * k)
     cost = kernel_time(profile, "matmul", flop, size, "bfloat16", (1, m, n, k))
     assert flop / cost.time_s / 1e12 == pytest.approx(tflop_per_s, rel=tolerance)
@@ -123,8 +122,8 @@ def test_published_matmuls(
 )
 def test_published_attention(kind: str, seq_len: int, tflop_per_s: float) -> None:
     """16k tokens, hidden size 2048; backward counts 2.5 forwards."""
-    profile = Profiles.of(Cluster.load(kind)).device
+    profile = DeviceProfile.of(Cluster.load(kind).device)
     forward = 4.0 * 16384 * seq_len * 2048 / 2
-    flops = (forward, 2.5 * forward)
-    time_s = sum(kernel_time(profile, "attention", f, 0, "float16").time_s for f in flops)
-    assert sum(flops) / time_s / 1e12 == pytest.approx(tflop_per_s, rel=0.25)
+    flops, shape = (forward, 2.5 * forward), (seq_len, 128, 1)
+    time_s = sum(kernel_time(profile, "attention", f, 0, "float16", shape).time_s for f in flops)
+    assert sum(flops) / time_s / 1e12 == pytest.approx(tflop_per_s, rel=0.07)
