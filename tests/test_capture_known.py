@@ -107,10 +107,37 @@ def drawn_and_scaled(y: Tensor) -> Tensor:
     return y.cos() if torch.rand([]) - 1 < 0.0 else y.sin()
 
 
-REFUSED = [on_data, mask_overwritten_with_data, mask_assigned_data, drawn_in_between]
+REFUSED = [
+    (on_data, "branches on the values"),
+    (mask_overwritten_with_data, "branches on the values"),
+    (mask_assigned_data, "branches on the values"),
+    (drawn_in_between, "a random number decides"),
+    (drawn_and_scaled, "branches on the values"),
+]
 
 
-@pytest.mark.parametrize("branch", [*REFUSED, drawn_and_scaled], ids=lambda b: b.__name__)
-def test_refused(branch: Branch) -> None:
-    with pytest.raises(CaptureError, match=rf"in {branch.__name__}.* branches on the values"):
+@pytest.mark.parametrize(("branch", "reason"), REFUSED, ids=lambda b: getattr(b, "__name__", ""))
+def test_refused(branch: Branch, reason: str) -> None:
+    with pytest.raises(CaptureError, match=rf"in {branch.__name__}.* {reason}"):
         targets_of(branch)
+
+
+class HalfOnMeta(nn.Module):
+    """A table that is made on the CPU whatever the default device is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.FloatTensor(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) @ self.table).sum()
+
+
+def test_a_model_on_meta_in_part_is_captured() -> None:
+    with torch.device("meta"):
+        model, batch = HalfOnMeta(), {"x": torch.rand(2, 4)}
+    assert {p.device.type for p in model.parameters()} == {"meta", "cpu"}
+    graph = capture(model, batch, loss_fn=lambda outputs, _: torch.as_tensor(outputs)).graph
+    assert graph.values["table"].requires_grad
+    assert model.table.device.type == "cpu", "the model itself is as it was"

@@ -37,9 +37,15 @@ _ABOVE = frozenset(("gt", "greater", "__gt__", "ge", "__ge__", "greater_equal"))
 _WRITES = frozenset(("__setitem__", "copy_", "fill_"))
 
 
+class RandomBranchError(Exception):
+    """A question to a random number whose answer differs from draw to draw."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """A random number of which only the range is known: from 0 to below 1."""
+    """A random number of which only the range is known, from 0 to below 1; or what it was compared
+    with.
+    """
 
 
 class KnownValues(TorchFunctionMode):
@@ -68,6 +74,8 @@ class KnownValues(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _QUESTIONS and args and isinstance(args[0], Tensor):
             value = self.value_of(args[0])
+            if isinstance(self.known.get(args[0]), _Draw):
+                raise RandomBranchError
             if value is not None:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     return func(value)
@@ -115,6 +123,8 @@ class KnownValues(TorchFunctionMode):
             answer = _compared(name, args[1:])
             if answer is not None:
                 self.note(results[0], _full(results[0], answer))
+            elif name in _BELOW | _ABOVE:
+                self.known[results[0]] = _Draw()
         elif (operands and all(self.value_of(t) is not None for t in operands)) or (
             not operands and name in _FACTORIES
         ):

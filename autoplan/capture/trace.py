@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree  # checked on 2.13; torch.export's own
 
 from autoplan.capture.builder import build_graph
 from autoplan.capture.custom_backward import check_calls, watched
-from autoplan.capture.known import KnownValues
+from autoplan.capture.known import KnownValues, RandomBranchError
 from autoplan.capture.structure import InputLeaf, OutputTree, flatten_output, input_leaves
 from autoplan.errors import CaptureError
 from autoplan.graph import Graph
@@ -188,7 +188,9 @@ def _without_aliases(
 def _structural_copy(model: nn.Module, precision: str | None) -> nn.Module:
     """A copy of the module objects that shares every tensor.
 
-    With "bf16-mixed" its parameters are in bfloat16 on the same device.
+    With "bf16-mixed" its parameters are in bfloat16 on the same device. Of a model that is on meta
+    in part (some libraries make tensors on the CPU whatever the default device is), all of the copy
+    is on meta: tensors of two devices do not meet, and no value matters here.
     """
     if precision not in (None, "bf16-mixed"):
         raise CaptureError(
@@ -196,17 +198,17 @@ def _structural_copy(model: nn.Module, precision: str | None) -> nn.Module:
             "'bf16-mixed'."
         )
     memo: dict[int, object] = {}
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            memo[id(tensor)] = tensor
-            if (
-                precision == "bf16-mixed"
-                and isinstance(tensor, nn.Parameter)
-                and tensor.is_floating_point()
-            ):
-                memo[id(tensor)] = nn.Parameter(
-                    tensor.to(torch.bfloat16), requires_grad=tensor.requires_grad
-                )
+    tensors = (*model.parameters(), *model.buffers())
+    in_part = len({t.is_meta for t in tensors}) > 1
+    for tensor in tensors:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        mixed = precision == "bf16-mixed" and is_parameter and tensor.is_floating_point()
+        used = tensor.detach().to("meta") if in_part else tensor.detach()
+        used = used.to(torch.bfloat16) if mixed else used
+        changed = in_part or mixed
+        if is_parameter and changed:
+            used = nn.Parameter(used, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = used if changed else tensor
     return copy.deepcopy(model, memo)
 
 
@@ -253,6 +255,12 @@ def _explain(error: Exception, wrapper: _WithLoss) -> str:
     if inside is not None:
         path = paths[id(inside)]
         where += f" ({f'module {path!r}, a ' if path else ''}{type(inside).__name__})"
+    if isinstance(error, RandomBranchError):
+        return (
+            f"the model cannot be captured{where}: a random number decides whether a part of it "
+            "runs, and a plan runs the same ops in every step. Set that probability (layer drop, "
+            "stochastic depth) to 0, or multiply by a random mask."
+        )
     says_so = "data-dependent" in text or "Could not guard" in text
     if says_so or "DataDependent" in type(error).__name__:
         return (
