@@ -16,7 +16,6 @@ from autoplan.cluster import Group
 from autoplan.costs.profile import NOTHING, Cost, LinkProfile, Profiles, Source, require_collective
 from autoplan.errors import ProfileError
 
-
 _TWO_TIERS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
