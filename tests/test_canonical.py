@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import pytest
 from cases.catalog import build
-from cases.running import TOLERANCE, plan_case, train
+from cases.models import mean_square
+from cases.report_models import Windows
+from cases.running import TOLERANCE, plan_case, run, train
 
+import autoplan
 from autoplan.capture import capture
 
 
@@ -32,3 +35,19 @@ def test_rewritten_models_equal_themselves(name: str, microbatches: int) -> None
     plan = plan_case(name, 1, num_microbatches=microbatches)
     assert plan.unruled_ops == ()
     assert train(0, plan.to_json(), name, 2).worst < TOLERANCE
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_memory_read_by_strides_is_what_it_was(dp: int, tp: int) -> None:
+    """However a tensor lies in memory where it was captured, and wherever a plan splits it."""
+    plan = plan_case("windows", dp * tp, dp=dp, tp=tp, pp=1)
+    jobs = run(2, train, plan.to_json(), "windows", 2) if dp * tp > 1 else None
+    for outcome in jobs or [train(0, plan.to_json(), "windows", 2)]:
+        assert outcome.worst < TOLERANCE
+
+
+def test_memory_beyond_a_tensor_is_refused() -> None:
+    inputs = {"x": build("windows")[1]["x"].float()}
+    with pytest.raises(autoplan.CaptureError, match=r"as_strided.* a part of another one"):
+        capture(Windows(start=1), inputs, loss_fn=mean_square)

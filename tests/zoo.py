@@ -125,6 +125,18 @@ def prepare(entry: Entry, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tens
     return model, inputs
 
 
+def check_gradients(rank: int, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """One step on one device.
+
+    Raises:
+        ValueError: A gradient is not finite.
+    """
+    model(**inputs)["loss"].backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            raise ValueError(f"the gradient of {name} is not finite")
+
+
 def coarsest(graph: Graph) -> str:
     """float32 if a value that a gradient flows through is not in float64."""
     through = [v for v in graph.values.values() if v.requires_grad and v.meta.is_floating]
@@ -164,6 +176,7 @@ def rows_of(entry: Entry, layouts: tuple[str, ...], exact: bool = False) -> Iter
             model, inputs = prepare(entry, torch.float64)
         except RuntimeError:  # a kernel without float64, as the grouped product
             model, inputs = prepare(entry, torch.float32)
+        run_forked(1, check_gradients, model, inputs, timeout_s=RUN_TIMEOUT_S)
     except Exception as error:  # whatever an architecture raises is its own
         yield Row(entry.name, ONE, "fails", reason=_line(error))
         return

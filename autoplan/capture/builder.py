@@ -164,6 +164,8 @@ class _GraphBuilder:
             if i < len(node.args):
                 given = node.args[i]
             arguments[schema.name] = encode(given)
+        if str(target).startswith("aten.as_strided"):
+            inputs[0] = self._in_memory_order(node, inputs[0])
         grad = any(self.values[name].requires_grad for name in inputs)
         if target is torch.ops.aten.detach.default:
             grad = False
@@ -179,6 +181,36 @@ class _GraphBuilder:
                 _source(node),
             )
         )
+
+    def _in_memory_order(self, node: torch.fx.Node, name: str) -> str:
+        """What an op that reads memory by strides reads: the tensor, its dims in the order in which
+        they lie there.
+
+        Raises:
+            CaptureError: The tensor is a part of another one: the rest is not in the graph.
+        """
+        source = node.args[0]
+        assert isinstance(source, torch.fx.Node), "the first argument is the tensor"
+        base, made = source.meta["val"], node.meta["val"]
+        order = sorted(range(base.dim()), key=lambda d: -base.stride(d))
+        scatters = "scatter" in str(node.target)
+        steps = sum((size - 1) * stride for size, stride in zip(made.shape, made.stride()))
+        inside = scatters or made.storage_offset() + steps < max(base.numel(), 1)
+        in_order = base.permute(order).is_contiguous()
+        moved = not base.is_contiguous()
+        if base.storage_offset() or not inside or not in_order or (scatters and moved):
+            raise CaptureError(
+                f"{node.target} at {_where(node)} reads the memory of a tensor that is a part of "
+                "another one. Call contiguous() before it, or use unfold or indexing."
+            )
+        if not moved:
+            return name
+        grad = self.values[name].requires_grad
+        result = self.add_value(f"{node.name}.memory", base.permute(order), "activation", grad)
+        arguments = MappingProxyType({"self": Ref(0), "dims": tuple(order)})
+        place = (_module_path(node), _source(node))
+        self.ops.append(Op(result, "aten.permute.default", (name,), (result,), arguments, *place))
+        return result
 
     def _outputs(self, node: torch.fx.Node, grad: bool) -> tuple[str, ...]:
         result = node.meta["val"]

@@ -35,8 +35,8 @@ def local_call(local: LocalOp, ranks: Ranks) -> Call:
     if any("device" == a.name for a in overload._schema.arguments) and not local.op.inputs:
         given["device"] = str(ranks.device)
     args, kwargs = _by_schema(overload, given)
-    if op.target == "aten.view_as_complex.default":
-        return Call(_as_complex, args, kwargs)
+    if op.target in _BY_MEMORY:
+        return Call(_Contiguous(overload), args, kwargs)
     if op.draws:
         drawn = Drawn(overload, local.index, local.over_time, ranks.device)
         return Call(drawn, args, kwargs, needs_moment=True)
@@ -48,11 +48,24 @@ def local_call(local: LocalOp, ranks: Ranks) -> Call:
     return Call(overload, args, kwargs)
 
 
-def _as_complex(x: Tensor) -> Tensor:
-    """Pairs as complex numbers; a converted layout may have left them apart in memory."""
-    return torch.view_as_complex(x.contiguous())
+class _Contiguous(nn.Module):
+    """An op that reads memory by strides, on tensors that lie in memory as captured; a converted
+    layout may lie otherwise.
+    """
+
+    def __init__(self, overload: torch._ops.OpOverload) -> None:
+        super().__init__()
+        self.overload = overload
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        given = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
+        return self.overload(*given, **kwargs)
 
 
+_BY_MEMORY = frozenset(
+    f"aten.{name}.default"
+    for name in ("view_as_complex", "as_strided", "as_strided_copy", "as_strided_scatter")
+)
 _OWN_FORMS = {**SPECIAL_OPS, **REDUCED_OPS}
 _MEAN_LOSSES = frozenset(
     f"aten.{name}.default"

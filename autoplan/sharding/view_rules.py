@@ -36,6 +36,10 @@ def reshape(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
     source, target = inputs[0].shape, outputs[0].shape
     in_dims: list[tuple[Atom, ...]] = [(Atom(None, 1),)] * len(source)
     out_dims: list[tuple[Atom, ...]] = [(Atom(None, 1),)] * len(target)
+    if 0 in source:  # an empty tensor has nothing to split
+        return _view(
+            plain((None,) * len(source), inputs[0]), (plain((None,) * len(target), outputs[0]),)
+        )
     i = j = number = 0
     while i < len(source) or j < len(target):
         first_i, first_j = i, j

@@ -47,6 +47,7 @@ from cases.report_models import (
     Positioned,
     Rotary,
     Turned,
+    Windows,
 )
 from torch import Tensor, nn
 
@@ -131,6 +132,7 @@ CASES: dict[str, Case] = {
     "narrow": Case(_narrow, lambda: {"input": torch.randn(3, 100)}, mean_square),
     "assigned": Case(Assigned, lambda: {"x": torch.randn(4, 8)}, mean_square),
     "positioned": Case(Positioned, lambda: _labelled_ids(4, 8, 20), itself),
+    "windows": Case(Windows, lambda: {"x": torch.randn(4, 6, 8)}, mean_square),
     "adapted": Case(Adapted, lambda: {"x": torch.randn(4, 16)}, mean_square),
 }
 

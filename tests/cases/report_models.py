@@ -248,3 +248,18 @@ class Positioned(nn.Module):
         logits = self.head(h * (positions > 1).unsqueeze(-1))
         counted = torch.where(positions > ids.shape[0], labels, -100)
         return functional.cross_entropy(logits.flatten(0, 1), counted.flatten())
+
+
+class Windows(nn.Module):
+    """Overlapping windows along the sequence, read from memory by strides."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.start, self.fc, self.out = start, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x).transpose(0, 1)[self.start :]  # (seq, batch, width); batch comes first
+        seq, (step, row, column) = h.shape[0], h.stride()
+        windows = h.as_strided((seq - 2, 3, h.shape[1], 8), (step, step, row, column))
+        result: Tensor = self.out(torch.tanh(windows.sum(1)))
+        return result
