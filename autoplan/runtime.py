@@ -47,6 +47,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
             (every second one).
         attention: Fused attention kernels, names of a device's `kernel.flash`: it calls the first
             that the device has.
+        packs_qkv: Queries, keys and values come from one product.
         fused_attention: Where a run does not say it, attention is one kernel.
         network: Share of the bandwidth between hosts that its collectives reach of what the
             hardware's best do.
@@ -78,6 +79,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     norm_passes: Number = 1.0
     selective: Literal["core", "operators", "blocks"] = "core"
     attention: tuple[str, ...] = ("flash2",)
+    packs_qkv: bool = True
     fused_attention: bool = True
     network: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     counts_masked: bool = False
