@@ -54,6 +54,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
         counts_masked: Its stated FLOP/s count attention's products in full, masked or not.
         sequence_parallel: It can split activations between tensor parallel regions by tokens.
         host_us: Host time to launch one kernel: a layer takes no less than its launches.
+        send_us: Host time around one transfer between stages.
         step_us: Host time once per step, behind which nothing runs.
         hides_gradients: Gradients are reduced while backward goes on.
         hides_gathers: Sharded parameters are gathered ahead of their use.
@@ -85,6 +86,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     counts_masked: bool = False
     sequence_parallel: bool = True
     host_us: Number = 0.0
+    send_us: Number = 0.0
     step_us: Number = 0.0
     hides_gradients: bool = False
     hides_gathers: bool = False
