@@ -47,12 +47,14 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
             (every second one).
         attention: Fused attention kernels, names of a device's `kernel.flash`: it calls the first
             that the device has.
+        packs_qkv: Queries, keys and values come from one product.
         fused_attention: Where a run does not say it, attention is one kernel.
         network: Share of the bandwidth between hosts that its collectives reach of what the
             hardware's best do.
         counts_masked: Its stated FLOP/s count attention's products in full, masked or not.
         sequence_parallel: It can split activations between tensor parallel regions by tokens.
         host_us: Host time to launch one kernel: a layer takes no less than its launches.
+        send_us: Host time around one transfer between stages.
         step_us: Host time once per step, behind which nothing runs.
         hides_gradients: Gradients are reduced while backward goes on.
         hides_gathers: Sharded parameters are gathered ahead of their use.
@@ -78,11 +80,13 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     norm_passes: Number = 1.0
     selective: Literal["core", "operators", "blocks"] = "core"
     attention: tuple[str, ...] = ("flash2",)
+    packs_qkv: bool = True
     fused_attention: bool = True
     network: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     counts_masked: bool = False
     sequence_parallel: bool = True
     host_us: Number = 0.0
+    send_us: Number = 0.0
     step_us: Number = 0.0
     hides_gradients: bool = False
     hides_gathers: bool = False

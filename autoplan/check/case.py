@@ -111,6 +111,7 @@ def case_of(run: Run) -> Case:
         run.assumed.append("the least recomputation that fits")
     traits = _for_row(runtime_for(run), run)
     sizes = sizes_of(run, degrees, fused=traits.fused_attention)
+    sizes = replace(sizes, packed=traits.packs_qkv)
     float8 = "fp8" in run.text("precision")
     cluster = cluster_of(run)
     if cluster.inter_host is not None and traits.network < 1.0:
@@ -137,8 +138,10 @@ def runtime_for(run: Run) -> Runtime:
         if found is not None:
             return found
     run.assumed.append("the framework")
-    old = run.text("attention_kernel") == "unfused"
-    return runtime("megatron-2021" if old else "megatron-core")
+    if run.text("attention_kernel") == "unfused":
+        return runtime("megatron-2021")
+    parallel = run.count("tp", 1) * run.count("pp", 1) > 1
+    return runtime("megatron-core" if parallel else "fsdp")
 
 
 def _for_row(traits: Runtime, run: Run) -> Runtime:
@@ -168,6 +171,15 @@ def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True) -> Sizes:
         raise NotExpressedError(f"precision {precision!r} is not expressed")
     hidden, heads = run.count("hidden"), run.count("heads")
     ffn = run.count("ffn_hidden", 4 * hidden)
+    for what, number in (("heads", heads), ("ffn_hidden", ffn)):
+        if number % degrees.tp:
+            raise NotExpressedError(
+                f"{degrees.tp} tensor parallel ranks do not divide {what} {number}"
+            )
+    # ranks beyond the key-value heads hold copies of them
+    kv_heads = max(run.count("kv_heads", heads), degrees.tp)
+    if heads % kv_heads:
+        raise NotExpressedError(f"{kv_heads} key-value heads do not divide {heads} heads")
     seq = run.count("seq_len")
     if seq % degrees.cp:
         raise NotExpressedError(f"{degrees.cp} context ranks do not divide {seq} tokens")
@@ -183,7 +195,7 @@ def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True) -> Sizes:
         layers=run.count("layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=run.count("kv_heads", heads),
+        kv_heads=kv_heads,
         head_dim=kind.head_dim or hidden // heads,
         ffn=ffn,
         vocab=_padded(run.count("vocab", 50257), degrees.tp),
@@ -198,6 +210,7 @@ def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True) -> Sizes:
         predicted=kind.predicted,
         dropout=0.0 if fused else kind.dropout,
         norm_after=kind.norm_after,
+        packed=True,
         fused_attention=fused,
         dtype=DTYPES[precision],
         stored="" if wide or pure else "float32",

@@ -34,6 +34,7 @@ class Sizes:
         predicted: Share of the tokens that the loss is about.
         dropout: Probability behind embedding, attention and feed-forward; 0: none.
         norm_after: Each norm follows its residual sum (encoders of 2018).
+        packed: Queries, keys and values come from one product.
         fused_attention: One kernel; else products and a softmax.
         scores_dropout: With unfused attention, dropout on the probabilities.
         dtype: Of the computation.
@@ -63,6 +64,7 @@ class Sizes:
     predicted: float
     dropout: float
     norm_after: bool
+    packed: bool
     fused_attention: bool
     dtype: str
     stored: str
@@ -298,19 +300,33 @@ def _block(w: _Writer, x: str, path: str) -> str:
 def _attention(w: _Writer, x: str, path: str) -> str:
     s = w.sizes
     groups, per_group, d = s.kv_heads, s.heads // s.kv_heads, s.head_dim
-    packed = w.linear(x, f"{path}.qkv", groups * (per_group + 2) * d, split=2)
-    packed = w.reshaped(packed, path, s.rows, s.seq, groups, (per_group + 2) * d, split=2)
     sizes = (per_group * d, d, d)
-    parts = w.ops_of(
-        "aten.split_with_sizes.default",
-        (packed,),
-        tuple((s.rows, s.seq, groups, size) for size in sizes),
-        path,
-        split=2,
-        self=Ref(0),
-        split_sizes=sizes,
-        dim=-1,
-    )
+    if s.packed:
+        joint = w.linear(x, f"{path}.qkv", groups * sum(sizes), split=2)
+        joint = w.reshaped(joint, path, s.rows, s.seq, groups, sum(sizes), split=2)
+        parts = w.ops_of(
+            "aten.split_with_sizes.default",
+            (joint,),
+            tuple((s.rows, s.seq, groups, size) for size in sizes),
+            path,
+            split=2,
+            self=Ref(0),
+            split_sizes=sizes,
+            dim=-1,
+        )
+    else:
+        parts = tuple(
+            w.reshaped(
+                w.linear(x, f"{path}.{name}", groups * size, split=2),
+                path,
+                s.rows,
+                s.seq,
+                groups,
+                size,
+                split=2,
+            )
+            for name, size in zip("qkv", sizes)
+        )
     first = len(w.ops)
     query = w.reshaped(parts[0], path, s.rows, s.seq, s.heads, d, split=2)
     q, k, v = (w.swapped(t, path, 1, 2, 1) for t in (query, parts[1], parts[2]))

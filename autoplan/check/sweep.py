@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autoplan.check.predict import Prediction, predict
 from autoplan.check.rows import NotExpressedError, Run
+from autoplan.errors import AutoplanError
 
 Progress = Callable[[str, float], None]
 
@@ -39,6 +40,6 @@ def sweep(runs: Sequence[Run], progress: Progress | None = None) -> Swept:
             progress(run.prefix, number / len(runs))
         try:
             predictions.append(predict(run))
-        except NotExpressedError as reason:
+        except (NotExpressedError, AutoplanError) as reason:
             refused.append((run, str(reason)))
     return Swept(tuple(predictions), tuple(refused))

@@ -233,14 +233,11 @@ class CandidateSolver:
             )
             transient.append(np.array(table.transient_bytes))
         for name, parameter in tables.parameters.items():
-            weight = folded.count[name] / pp
-            costs.append(
-                weight
-                * (
-                    np.array(parameter.step_s)
-                    + np.array(parameter.reduce_s) * self.candidate.num_microbatches
-                )
-            )
+            weight, m = folded.count[name] / pp, self.candidate.num_microbatches
+            each_s = np.array(parameter.reduce_s)
+            if m > 1:
+                each_s = each_s + np.array(parameter.accumulate_s)
+            costs.append(weight * (np.array(parameter.step_s) + each_s * m))
             held.append(
                 weight
                 * np.array([parameter.held_bytes(i) for i in range(len(parameter.strategies))])

@@ -34,6 +34,7 @@ GPT = Sizes(
     predicted=1.0,
     dropout=0.1,
     norm_after=False,
+    packed=True,
     fused_attention=False,
     dtype="float16",
     stored="",
@@ -47,6 +48,7 @@ LLAMA = replace(
     rotary=True,
     tied=False,
     dropout=0.0,
+    packed=False,
     fused_attention=True,
     dtype="bfloat16",
 )
