@@ -141,6 +141,10 @@ class _Rewriter:
             self.cross_entropy(op)
         elif target == "aten.index.Tensor":
             self.index(op)
+        elif target == "aten.index_put.default":
+            self.index_put(op)
+        elif target in ("aten.cat.default", "aten.concat.default"):
+            self.cat(op)
         elif target == "aten.copy.default":
             self.copy(op)
         elif target == "aten.type_as.default":
@@ -151,6 +155,50 @@ class _Rewriter:
             self.new(op)
         else:
             self.emit(op)
+
+    def cat(self, op: Op) -> None:
+        """Without the empty tensors that a cache starts with; of one part, the part itself."""
+        dtype = self.meta(op.outputs[0]).dtype
+        parts = tuple(n for n in op.inputs if self.meta(n).numel or self.meta(n).dtype != dtype)
+        if len(parts) == 1 and self.meta(parts[0]).shape == self.meta(op.outputs[0]).shape:
+            self.cast(op, parts[0], op.outputs[0])
+            return
+        kept = parts or op.inputs[:1]
+        tensors = tuple(Ref(i) for i in range(len(kept)))
+        arguments = {"tensors": tensors, "dim": op.arguments.get("dim", 0)}
+        self.emit(_replace(op, target="aten.cat.default", inputs=kept, arguments=arguments))
+
+    def index_put(self, op: Op) -> None:
+        """One value for all the elements that a mask picks is a choice between two tensors."""
+        given, where = op.arguments, op.arguments["indices"]
+        assert isinstance(where, tuple), "index_put takes a tuple of indices"
+        mask, value = where[0], given["values"]
+        if len(where) != 1 or not isinstance(mask, Ref) or not isinstance(value, Ref):
+            self.emit(op)
+            return
+        masked, source = self.meta(op.inputs[mask.index]), self.meta(op.inputs[0])
+        rest = source.shape[len(masked.shape) :]
+        narrow = len(self.meta(op.inputs[value.index]).shape) <= len(rest)
+        if given.get("accumulate") or masked.dtype != "bool" or not narrow:
+            self.emit(op)
+            return
+        condition = op.inputs[mask.index]
+        if rest:
+            shape = (*masked.shape, *(1,) * len(rest))
+            name = f"{op.name}.mask"
+            self.values[name] = Value(name, TensorMeta(shape, "bool"), "activation")
+            arguments = {"self": Ref(0), "shape": shape}
+            wide = _replace(op, name=name, target="aten.reshape.default", arguments=arguments)
+            self.emit(_replace(wide, inputs=(condition,), outputs=(name,)))
+            condition = name
+        self.emit(
+            _replace(
+                op,
+                target="aten.where.self",
+                inputs=(condition, op.inputs[value.index], op.inputs[0]),
+                arguments={"condition": Ref(0), "self": Ref(1), "other": Ref(2)},
+            )
+        )
 
     def new(self, op: Op) -> None:
         """A factory that borrows a tensor's dtype, with the dtype written out."""

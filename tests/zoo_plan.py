@@ -41,8 +41,7 @@ from autoplan.solver.space import Space
 TABLE = Path(__file__).parent / "data" / "zoo_plan.csv"
 CLUSTER = "dgx-h100-1x8"
 OUTCOMES = ("planned", "refused", "fails", "broken")
-TIMEOUT_S = 300
-SEARCH_S = 10.0  # the question is whether there is a plan, not how good it is
+TIMEOUT_S = 300  # of the processor, as all seconds of the table: others may use the machine
 FAMILIES_PER_PROCESS = 12  # torch keeps what it traced; a new process does not
 
 
@@ -58,7 +57,7 @@ class Row:
         unruled: Targets without a rule, with how many ops each.
         ruled: Share of forward FLOPs in ops with a rule, in percent.
         uncut: Why the batch cannot be cut into microbatches, if it cannot.
-        capture_s, plan_s: Seconds, of the capture and of the rest.
+        capture_s, plan_s: Processor seconds, of the capture and of the rest.
         reason: What refused, failed or broke.
     """
 
@@ -86,14 +85,14 @@ def row_of(entry: Entry) -> Row:
     """What becomes of one family."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _alarm)
-    signal.alarm(TIMEOUT_S)
+    signal.signal(signal.SIGPROF, _alarm)
+    signal.setitimer(signal.ITIMER_PROF, TIMEOUT_S)
     try:
         return _row_of(entry)
     except Overtime:
         return Row(entry.name, "broken", reason=f"not done in {TIMEOUT_S} s")
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _row_of(entry: Entry) -> Row:
@@ -101,13 +100,12 @@ def _row_of(entry: Entry) -> Row:
         model, inputs = entry.build("meta")
     except Exception as error:  # whatever an architecture raises is its own
         return Row(entry.name, "fails", reason=f"build: {_line(error)}")
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         captured = capture(model, inputs)
-        middle = time.perf_counter()
+        middle = time.process_time()
         with patch("autoplan.capture.capture", lambda *_, **__: captured):
-            cluster = autoplan.Cluster.load(CLUSTER)
-            plan = autoplan.optimize(model, cluster, inputs, time_limit_s=SEARCH_S)
+            plan = autoplan.optimize(model, autoplan.Cluster.load(CLUSTER), inputs)
     except autoplan.AutoplanError as error:
         own = _own_failure(model, inputs)
         if own:
@@ -115,7 +113,7 @@ def _row_of(entry: Entry) -> Row:
         return Row(entry.name, "refused", reason=_line(error))
     except Exception as error:  # everything else that planning raises is a defect
         return Row(entry.name, "broken", reason=_line(error))
-    end = time.perf_counter()
+    end = time.process_time()
     space = Space.of(captured.graph)
     target = {op.name: op.target for op in captured.graph.ops}
     unruled = Counter(target[name] for name in plan.unruled_ops)
@@ -215,7 +213,9 @@ def totals(rows: list[Row]) -> str:
     ]
     if planned:
         seconds = sorted(float(r.capture_s) + float(r.plan_s) for r in planned)
-        lines.append(f"seconds: median {seconds[len(seconds) // 2]:.1f}, most {seconds[-1]:.1f}")
+        lines.append(
+            f"processor seconds: median {seconds[len(seconds) // 2]:.1f}, most {seconds[-1]:.1f}"
+        )
     return "\n".join(lines)
 
 

@@ -114,7 +114,10 @@ class _GraphBuilder:
                     f"{node.target} at {_where(node)} is control flow that autoplan does not plan. "
                     "Use torch.where, or a branch on shapes or configuration."
                 )
-            self.add_op(node)
+            if node.target is torch.ops.aten.as_strided.default:
+                self.add_strided(node)
+            else:
+                self.add_op(node)
 
     def add_output(self, spec: OutputSpec, out: object) -> None:
         """A result: an output or the loss, or a buffer's new value."""
@@ -212,6 +215,43 @@ class _GraphBuilder:
         self.ops.append(Op(result, "aten.permute.default", (name,), (result,), arguments, *place))
         return result
 
+    def add_strided(self, node: torch.fx.Node) -> None:
+        """A view by strides, as the view by dims that it is: the same one, or windows over one dim.
+
+        Strides speak of memory, which is another one on a rank that holds a part; so any other view
+        is kept whole.
+        """
+        source_node = node.args[0]
+        assert isinstance(source_node, torch.fx.Node), "as_strided views a tensor"
+        source, result = source_node.meta["val"], node.meta["val"]
+        name = str(self.names[source_node])
+        had = list(zip(source.shape, source.stride()))
+        wanted = list(zip(result.shape, result.stride()))
+        window = _window(had, wanted)
+        if result.storage_offset() != source.storage_offset() or window is None:
+            self.add_op(node)
+            return
+        dim, step = window
+        if dim < 0:
+            self.names[node] = name
+            return
+        grad = self.values[name].requires_grad
+        rank, size = len(had), int(result.shape[dim + 1])
+        shape = (*result.shape[: dim + 1], *result.shape[dim + 2 :], size)
+        meta = TensorMeta(tuple(int(n) for n in shape), dtype_name(result.dtype))
+        windows, order = f"{node.name}.windows", [*range(dim + 1), rank, *range(dim + 1, rank)]
+        self.values[windows] = Value(windows, meta, "activation", grad)
+        self.names[node] = self.add_value(node.name, result, "activation", grad)
+        unfold = {"self": Ref(0), "dimension": dim, "size": size, "step": step}
+        permute = {"self": Ref(0), "dims": tuple(order)}
+        for target, into, out, arguments in (
+            ("aten.unfold.default", name, windows, unfold),
+            ("aten.permute.default", windows, str(self.names[node]), permute),
+        ):
+            where = (_module_path(node), _source(node))
+            held = MappingProxyType(arguments)
+            self.ops.append(Op(out, target, (into,), (out,), held, *where))
+
     def _outputs(self, node: torch.fx.Node, grad: bool) -> tuple[str, ...]:
         result = node.meta["val"]
         if isinstance(result, torch.Tensor):
@@ -233,6 +273,34 @@ class _GraphBuilder:
         )
         self.names[node] = names
         return names
+
+
+_Dims = list[tuple[int, int]]  # (size, stride) of every dim
+
+
+def _window(had: _Dims, wanted: _Dims) -> tuple[int, int] | None:
+    """(dim, step) if the view is windows over that dim, put behind it; dim -1 if it is the tensor
+    itself; None if it is neither.
+    """
+
+    def same(a: _Dims, b: _Dims) -> bool:
+        sizes = [n for n, _ in a] == [n for n, _ in b]
+        return sizes and all(n == 1 or s == t for (n, s), (_, t) in zip(a, b))
+
+    if same(had, wanted):
+        return -1, 1
+    for dim, (size, stride) in enumerate(had):
+        if len(wanted) != len(had) + 1 or not same(had[:dim], wanted[:dim]):
+            continue
+        (count, far), (width, near) = wanted[dim], wanted[dim + 1]
+        step = max(far // stride, 1) if stride else 1
+        fits = (count - 1) * step + width <= size and (count == 1 or far == step * stride)
+        inside = near == stride or width == 1
+        # unfold gives all windows there are
+        every = (size - width) // step + 1 == count
+        if fits and inside and every and same(had[dim + 1 :], wanted[dim + 2 :]):
+            return dim, step
+    return None
 
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:

@@ -231,6 +231,29 @@ def repeat_interleave(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
     return OpRule((dims,), ((*dims[:dim], repeated, *dims[dim + 1 :]),), linear=linear)
 
 
+def repeat(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
+    """repeat, tile: a repeated dim is (repeats, source), and splits by the source in blocks."""
+    source, target = inputs[0], outputs[0]
+    assert target is not None, "an op that nobody uses is dropped at capture"
+    new = len(target.shape) - len(source.shape)
+    dims = plain(letters_of("d", len(source.shape)), source)
+    outs: list[tuple[Atom, ...]] = [(Atom(None, size),) for size in target.shape[:new]]
+    for atoms, before, after in zip(dims, source.shape, target.shape[new:]):
+        outs.append((Atom(None, after // before), *atoms) if after > before > 0 else atoms)
+    linear = (frozenset({0}),) if target.is_floating else ()
+    return OpRule((dims,), (tuple(outs),), linear=linear)
+
+
+def unfold(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
+    """Windows over one dim, a new last dim: every dim but that one."""
+    rank = len(inputs[0].shape)
+    dim = as_dim(op.arguments["dimension"], rank)
+    letters = tuple(None if d == dim else f"d{d}" for d in range(rank))
+    return _view(
+        plain(letters, inputs[0]), tuple(plain((*letters, None), m) if m else () for m in outputs)
+    )
+
+
 def stack(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
     """Every dim but the new one."""
     target = outputs[0]
@@ -247,7 +270,7 @@ def stack(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
 
 
 def same_size_dims(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
-    """pad, repeat, tile, slice_scatter, select_scatter, copy: dims whose size does not change in
+    """pad, slice_scatter, select_scatter, copy: dims whose size does not change in
     any operand of full rank.
     """
     target = outputs[0]
@@ -265,18 +288,6 @@ def same_size_dims(op: Op, inputs: Metas, outputs: Outs) -> OpRule:
     for meta in inputs:
         if len(meta.shape) == rank:
             named.append(plain(letters, meta))
-        elif op.target.startswith(
-            ("aten.repeat.", "aten.tile.")
-        ):  # new leading dims: aligned from the right
-            kept = [
-                d
-                for d in range(len(meta.shape))
-                if meta.shape[d] == target.shape[rank - len(meta.shape) + d]
-            ]
-            letters = tuple(
-                f"d{d}" if d - rank + len(meta.shape) in kept else None for d in range(rank)
-            )
-            named.append(plain(letters[rank - len(meta.shape) :], meta))
         elif len(meta.shape) == rank - 1 and "select" in op.target:
             named.append(plain(tuple(x for d, x in enumerate(letters) if d not in touched), meta))
         else:
@@ -385,9 +396,11 @@ VIEW_RULES: dict[str, Resolver] = {
     "cat": cat,
     "stack": stack,
     "repeat_interleave": repeat_interleave,
+    **dict.fromkeys(("repeat", "tile"), repeat),
+    "unfold": unfold,
     **dict.fromkeys(
         (
-            "pad", "constant_pad_nd", "slice_scatter", "select_scatter", "copy", "repeat", "tile",
+            "pad", "constant_pad_nd", "slice_scatter", "select_scatter", "copy",
         ),
         same_size_dims,
     ),

@@ -22,7 +22,7 @@ from autoplan.executor.local_op import LocalOp
 from autoplan.executor.local_ops import local_call
 from autoplan.executor.special_ops import Moment
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
-from autoplan.placements import Layout
+from autoplan.placements import Layout, Partial
 from autoplan.sharding.factors import OpRule
 from autoplan.sharding.rules import find_rule
 from autoplan.sharding.strategies import Strategy, axis_choices, enumerate_strategies
@@ -361,6 +361,14 @@ def describe(strategy: Strategy) -> str:
     return f"[{strategy}] {inputs} -> {outputs}"
 
 
+def _sums_truth(whole: Whole, strategy: Strategy) -> bool:
+    """Whether a truth value would be a sum not yet taken, which nothing makes."""
+    return any(
+        x.dtype == torch.bool and any(isinstance(p, Partial) for p in layout.value)
+        for x, layout in zip(whole.inputs, strategy.inputs)
+    )
+
+
 @dataclass(frozen=True)
 class Report:
     """What came of all strategies of an op on a mesh."""
@@ -386,6 +394,8 @@ def check_op(whole: Whole, sizes: Sizes, blocks: Blocks) -> Report:
     tried = needs_group = 0
     wrong = []
     for strategy in enumerate_strategies(op, rule, graph, sizes, (choices,) * len(sizes)):
+        if _sums_truth(whole, strategy):
+            continue
         tried += 1
         try:
             problem = check_strategy(whole, strategy, sizes)

@@ -233,6 +233,8 @@ VIEWS: list[Case] = [
     case(aten.constant_pad_nd.default, x(8, 4), [1, 0, 2, 0]),
     case(aten.repeat.default, x(8, 4), [1, 2]),
     case(aten.repeat.default, x(8, 4), [3, 1, 1]),
+    case(aten.repeat.default, x(8, 4), [2, 3]),
+    case(aten.unfold.default, x(4, 8, 4), 1, 4, 2),
     case(aten.repeat_interleave.self_int, x(8, 4), 2, 1),
     case(aten.repeat_interleave.self_int, x(4, 8, 2), 3, -3),
     case(aten.repeat_interleave.self_int, x(8, 4), 2),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules inside models: every op of five small models, split in the blocks that its neighbours give.
+"""Rules inside models: every op of six small models, split in the blocks that its neighbours give.
 
 Also here: dropout, whose random stream follows the part a rank holds.
 """
@@ -18,6 +18,7 @@ from rule_check import Whole, graph_of, local_op, problems_of, run_rank, values_
 from torch import nn
 
 from autoplan.capture import capture
+from autoplan.errors import CaptureError
 from autoplan.placements import Replicate
 from autoplan.sharding.batch import find_batch
 from autoplan.sharding.rules import find_rule, kept_whole
@@ -102,6 +103,29 @@ class SortedExperts(nn.Module):
         return out
 
 
+class Assembled(nn.Module):
+    """What caches and placeholders do: an empty tensor joined, rows replaced where a mask says so,
+    repeated rows, windows by strides.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.value = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x_BSD: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+        y_BSD = torch.cat([torch.tensor([], dtype=torch.float64), x_BSD * self.weight], dim=-2)
+        y_BSD = y_BSD.sin()
+        y_BSD[ids_BS == 0] = self.value
+        z_BSE = torch.concat([y_BSD, y_BSD.cos()], -1).repeat(1, 2, 1)
+        batch, length, width = z_BSE.shape
+        w_BNWE = z_BSE.contiguous().as_strided(
+            (batch, 3, 4, width), (length * width, 2 * width, width, 1)
+        )
+        weights = torch.arange(1, 13, dtype=torch.float64).reshape(3, 4, 1)
+        return (w_BNWE * weights).square().sum()
+
+
 class Images(nn.Module):
     """Convolution, batch norm, pooling, a flattened head."""
 
@@ -125,6 +149,13 @@ MODELS: list[tuple[type[nn.Module], dict[str, torch.Tensor]]] = [
         {"x_BTC": torch.randn(8, 4, 8, dtype=torch.float64), "last": torch.randint(0, 4, (8,))},
     ),
     (SortedExperts, {"x_BSD": torch.randn(4, 4, 8, dtype=torch.float64)}),
+    (
+        Assembled,
+        {
+            "x_BSD": torch.randn(4, 4, 4, dtype=torch.float64),
+            "ids_BS": torch.randint(0, 2, (4, 4)),
+        },
+    ),
     (Images, {"x_NCHW": torch.randn(4, 4, 4, 4, dtype=torch.float64)}),
 ]
 
@@ -172,6 +203,25 @@ def test_experts_are_worked_on_in_the_rows_own_order() -> None:
     product = next(op for op in graph.ops if op.target == "autoplan.grouped_mm")
     assert batch.over_time[product.outputs[0]] == "S"
     assert "e" in rules[product.name].letters, "experts can be split"
+
+
+def test_what_caches_and_placeholders_do_is_split_with_the_batch() -> None:
+    kind, inputs = MODELS[4]
+    graph = capture(kind(), inputs, loss_fn=own_loss).graph
+    targets = [op.target for op in graph.ops]
+    assert targets.count("aten.cat.default") == 1, "the empty part has gone, and its cat"
+    assert {"aten.where.self", "aten.unfold.default"} <= set(targets)
+    rules = {op.name: find_rule(op, graph) or kept_whole(op, graph) for op in graph.ops}
+    assert not find_batch(graph, rules).hindrances
+
+
+def test_strides_that_are_no_windows_are_refused() -> None:
+    class Diagonal(Assembled):
+        def forward(self, x_BSD: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+            return (x_BSD * self.weight).as_strided((4, 4), (16, 5)).sum()
+
+    with pytest.raises(CaptureError, match=r"as_strided at test_rules_models.py:\d+ .*unfold"):
+        capture(Diagonal(), MODELS[4][1], loss_fn=own_loss)
 
 
 def test_rows_that_are_not_put_back_stay_sorted() -> None:
