@@ -149,21 +149,22 @@ class _Rewriter:
             self.copy(op)
         elif target == "aten.type_as.default":
             self.cast(op, op.inputs[0], op.outputs[0])
-        elif target == "aten.cat.default":
-            self.cat(op)
         elif target in _NEW:
             self.new(op)
         else:
             self.emit(op)
 
     def cat(self, op: Op) -> None:
-        """Without the empty tensors that a cache starts with; of one part, the part itself."""
-        dtype = self.meta(op.outputs[0]).dtype
-        parts = tuple(n for n in op.inputs if self.meta(n).numel or self.meta(n).dtype != dtype)
-        if len(parts) == 1 and self.meta(parts[0]).shape == self.meta(op.outputs[0]).shape:
-            self.cast(op, parts[0], op.outputs[0])
+        """A concatenation without its empty operands (what a cache starts from), which may have
+        another rank than the others; of one operand, itself.
+        """
+        result = op.outputs[0]
+        kept = tuple(n for n in op.inputs if 0 not in self.meta(n).shape)
+        if len(kept) == 1 and self.meta(kept[0]).shape == self.meta(result).shape:
+            self.cast(op, kept[0], result)
             return
-        kept = parts or op.inputs[:1]
+        if not any(self.meta(n).dtype == self.meta(result).dtype for n in kept):
+            kept = op.inputs  # the dtype comes from an empty one
         tensors = tuple(Ref(i) for i in range(len(kept)))
         arguments = {"tensors": tensors, "dim": op.arguments.get("dim", 0)}
         self.emit(_replace(op, target="aten.cat.default", inputs=kept, arguments=arguments))
@@ -242,20 +243,6 @@ class _Rewriter:
         self.values[narrow] = Value(narrow, meta, "activation", carries)
         self.cast(_replace(op, name=narrow), source, narrow)
         self.broadcast(_replace(op, inputs=(self.alias.get(narrow, narrow),)))
-
-    def cat(self, op: Op) -> None:
-        """A concatenation without its empty operands (what a cache starts from), which may have
-        another rank than the others.
-        """
-        result = op.outputs[0]
-        kept = [n for n in op.inputs if 0 not in self.meta(n).shape]
-        if len(kept) == 1 and len(op.inputs) > 1:
-            self.cast(op, kept[0], result)
-        elif any(self.meta(n).dtype == self.meta(result).dtype for n in kept):
-            arguments = {**op.arguments, "tensors": tuple(Ref(i) for i in range(len(kept)))}
-            self.emit(_replace(op, inputs=tuple(kept), arguments=arguments))
-        else:
-            self.emit(op)
 
     def cast(self, op: Op, source: str, result: str) -> None:
         """`result` is `source` in result's own dtype."""

@@ -18,7 +18,6 @@ from rule_check import Whole, graph_of, local_op, problems_of, run_rank, values_
 from torch import nn
 
 from autoplan.capture import capture
-from autoplan.errors import CaptureError
 from autoplan.placements import Replicate
 from autoplan.sharding.batch import find_batch
 from autoplan.sharding.rules import find_rule, kept_whole
@@ -213,15 +212,6 @@ def test_what_caches_and_placeholders_do_is_split_with_the_batch() -> None:
     assert {"aten.where.self", "aten.unfold.default"} <= set(targets)
     rules = {op.name: find_rule(op, graph) or kept_whole(op, graph) for op in graph.ops}
     assert not find_batch(graph, rules).hindrances
-
-
-def test_strides_that_are_no_windows_are_refused() -> None:
-    class Diagonal(Assembled):
-        def forward(self, x_BSD: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
-            return (x_BSD * self.weight).as_strided((4, 4), (16, 5)).sum()
-
-    with pytest.raises(CaptureError, match=r"as_strided at test_rules_models.py:\d+ .*unfold"):
-        capture(Diagonal(), MODELS[4][1], loss_fn=own_loss)
 
 
 def test_rows_that_are_not_put_back_stay_sorted() -> None:
