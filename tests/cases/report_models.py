@@ -251,7 +251,7 @@ class Positioned(nn.Module):
 
 
 class Windows(nn.Module):
-    """Overlapping windows along the sequence, read from memory by strides."""
+    """Overlapping windows along the sequence, read from the start of the memory by strides."""
 
     def __init__(self, start: int = 0) -> None:
         super().__init__()
@@ -260,6 +260,6 @@ class Windows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc(x).transpose(0, 1)[self.start :]  # (seq, batch, width); batch comes first
         seq, (step, row, column) = h.shape[0], h.stride()
-        windows = h.as_strided((seq - 2, 3, h.shape[1], 8), (step, step, row, column))
+        windows = h.as_strided((seq - 2, 3, h.shape[1], 8), (step, step, row, column), 0)
         result: Tensor = self.out(torch.tanh(windows.sum(1)))
         return result
