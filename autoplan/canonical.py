@@ -119,6 +119,8 @@ class _Rewriter:
             and arguments.get("dtype") in (None, self.meta(op.inputs[0]).dtype)
         ):
             self.alias[op.outputs[0]] = op.inputs[0]
+        elif target == "aten.detach.default" and not self.values[op.inputs[0]].requires_grad:
+            self.alias[op.outputs[0]] = op.inputs[0]
         elif target == "aten.broadcast_tensors.default":
             self.broadcast(op)
         elif target in _RESHAPES:

@@ -98,6 +98,67 @@ def test_another_backward_is_refused_by_name(function: type[torch.autograd.Funct
     assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
 
 
+class Blocked(nn.Module):
+    """A scale and a copy of a weight that carry no gradient, one of them an output as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.fc(x)
+        with torch.no_grad():
+            scale = h.abs().mean()
+            frozen = 2 * self.other.weight
+        y = self.other(h * scale) + x @ frozen
+        return {"loss": y.square().mean(), "scale": scale}
+
+
+def test_blocks_without_gradient_stay_so() -> None:
+    """`torch.no_grad()` inside a forward: gradients are those of one device, none flows through."""
+    model, inputs = Blocked().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
+    parallel = autoplan.parallelize(model, autoplan.optimize(model, plain_cluster(1), inputs))
+    parallel.forward_backward(**inputs)
+    expected = model(**inputs)
+    expected["loss"].backward()
+    for name, parameter in parallel.named_parameters():
+        wanted = model.get_parameter(name).grad
+        assert torch.allclose(parameter.grad, wanted, rtol=1e-12), name
+    assert torch.allclose(parallel(**inputs)["scale"], expected["scale"])
+
+
+class Hooked(nn.Linear):
+    """Halves the gradient of its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient / 2)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "module", "parameter"])
+def test_backward_hooks_are_refused(kind: str) -> None:
+    inner: nn.Module = Hooked(8, 8) if kind == "tensor" else nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(8, 8), inner)
+    if kind == "module":
+        inner.register_full_backward_hook(lambda module, given, made: None)
+    if kind == "parameter":
+        model[0].weight.register_hook(lambda gradient: gradient / 2)
+    words = {
+        "tensor": "test_custom_backward.py:",
+        "module": "module '1'",
+        "parameter": "'0.weight'",
+    }
+    with pytest.raises(autoplan.CaptureError, match="backward hook") as refusal:
+        capture(
+            model,
+            {"input": torch.randn(4, 8)},
+            loss_fn=lambda outputs, batch: outputs.square().mean(),
+        )
+    assert words[kind] in str(refusal.value)
+
+
 class Noisy(nn.Module):
     """Adds noise to a parameter's product and a draw of its own to the sum."""
 

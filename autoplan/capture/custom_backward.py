@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import Function  # checked on 2.13
 
 from autoplan.errors import CaptureError
@@ -28,9 +29,15 @@ _SCALES = (1.0, 0.1, 1e-6, 1e2)  # ordinary numbers, and the ends where derivati
 
 @dataclass
 class Calls:
-    """Calls of hand-written functions, one of each class: class -> (arguments, where)."""
+    """What a model does to its backward.
+
+    Attributes:
+        found: Hand-written functions, one call of each class: class -> (arguments, where).
+        hooks: Where tensors get a hook.
+    """
 
     found: dict[type[Function], tuple[tuple[object, ...], str]] = field(default_factory=dict)
+    hooks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,10 @@ class _Meta:
 
 @contextmanager
 def watched() -> Iterator[Calls]:
-    """Notes the hand-written functions that are applied inside, torch's own left out."""
-    calls, original = Calls(), vars(Function)["apply"]
+    """Notes the hand-written functions that are applied inside, torch's own left out, and the
+    hooks that tensors get.
+    """
+    calls, original, hook = Calls(), vars(Function)["apply"], torch.Tensor.register_hook
 
     def noted(cls: type[Function], /, *args: object, **kwargs: object) -> Any:
         if not cls.__module__.startswith("torch.") and cls not in calls.found:
@@ -52,19 +61,35 @@ def watched() -> Iterator[Calls]:
                 calls.found[cls] = (metas, _where())
         return original.__func__(cls, *args, **kwargs)
 
+    def hooked(x: torch.Tensor, function: object) -> Any:
+        calls.hooks.append(_where())
+        return hook(x, function)  # type: ignore[no-untyped-call]
+
     setattr(Function, "apply", classmethod(noted))  # noqa: B010 # mypy knows it as a method
+    setattr(torch.Tensor, "register_hook", hooked)  # noqa: B010
     try:
         yield calls
     finally:
         setattr(Function, "apply", original)  # noqa: B010
+        setattr(torch.Tensor, "register_hook", hook)  # noqa: B010
 
 
-def check_calls(calls: Calls) -> None:
-    """Refuses functions whose backward is not the derivative of their forward.
+def check_calls(calls: Calls, model: nn.Module) -> None:
+    """Refuses what changes a backward: functions whose backward is not the derivative of their
+    forward, and hooks on gradients.
 
     Raises:
-        CaptureError: Names the function and where it is called.
+        CaptureError: Names the function or the module, and where it is called.
     """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            calls.hooks.append(f"module {name!r}" if name else "the model")
+    calls.hooks += [f"parameter {n!r}" for n, p in model.named_parameters() if p._backward_hooks]
+    if calls.hooks:
+        raise CaptureError(
+            f"the model cannot be captured at {calls.hooks[0]}: it has a backward hook, and a plan "
+            "keeps the forward alone. Remove the hook, or use mode='infer'."
+        )
     for function, (args, where) in calls.found.items():
         told = [_agrees(function, args, scale, sign) for scale in _SCALES for sign in (-1, 1)]
         if False in told or True not in told:

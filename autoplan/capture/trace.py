@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree  # checked on 2.13; torch.export's own
 from autoplan.capture.builder import build_graph
 from autoplan.capture.custom_backward import check_calls, watched
 from autoplan.capture.known import KnownValues, RandomBranchError
+from autoplan.capture.no_grad import detach_regions
 from autoplan.capture.structure import InputLeaf, OutputTree, flatten_output, input_leaves
 from autoplan.errors import CaptureError
 from autoplan.graph import Graph
@@ -229,7 +230,8 @@ def _export(
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
             if wrapper.mode == "train":
-                check_calls(calls)
+                check_calls(calls, wrapper.model)
+                detach_regions(exported)
             plain: torch.export.ExportedProgram = exported.run_decompositions({})
             return plain
     except CaptureError:
