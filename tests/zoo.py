@@ -429,6 +429,8 @@ def main() -> int:
     for done, rows in enumerate(sweep(entries, layouts, options.jobs, options.exact), 1):
         ran += rows
         for row in rows:
+            if row.outcome == "fails":  # what it once did in a layout says nothing any more
+                table = {key: old for key, old in table.items() if key[0] != row.name}
             table[row.name, row.layout] = row
             errors = f"{row.dtype} loss {row.loss} gradients {row.gradient}" if row.loss else ""
             print(
