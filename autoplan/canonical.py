@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from autoplan.canonical_names import SYNONYMS
 from autoplan.canonical_rows import unsort
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
 
@@ -59,29 +60,6 @@ _BATCH_NORMS = frozenset(
         "aten.cudnn_batch_norm.default",
     }
 )
-# one op under two names, with the same arguments
-_SYNONYMS = {
-    f"aten.{name}": f"aten.{known}"
-    for name, known in (
-        ("min.other", "minimum.default"),
-        ("max.other", "maximum.default"),
-        ("concat.default", "cat.default"),
-        ("concatenate.default", "cat.default"),
-        ("clip.default", "clamp.default"),
-        ("clip.Tensor", "clamp.Tensor"),
-        ("absolute.default", "abs.default"),
-        ("negative.default", "neg.default"),
-        ("subtract.Tensor", "sub.Tensor"),
-        ("true_divide.Tensor", "div.Tensor"),
-        *((f"multiply.{x}", f"mul.{x}") for x in ("Tensor", "Scalar")),
-        *((f"divide.{x}", f"div.{x}") for x in ("Tensor", "Scalar")),
-        *((f"greater.{x}", f"gt.{x}") for x in ("Tensor", "Scalar")),
-        *((f"greater_equal.{x}", f"ge.{x}") for x in ("Tensor", "Scalar")),
-        *((f"less.{x}", f"lt.{x}") for x in ("Tensor", "Scalar")),
-        *((f"less_equal.{x}", f"le.{x}") for x in ("Tensor", "Scalar")),
-        *((f"not_equal.{x}", f"ne.{x}") for x in ("Tensor", "Scalar")),
-    )
-}
 _NEW = frozenset(f"aten.new_{name}.default" for name in ("zeros", "ones", "full", "empty"))
 IGNORE_INDEX = -100
 
@@ -112,7 +90,7 @@ class _Rewriter:
 
     def visit(self, op: Op) -> None:
         inputs = tuple(self.alias.get(n, n) for n in op.inputs)
-        op = _replace(op, inputs=inputs, target=_SYNONYMS.get(op.target, op.target))
+        op = _replace(op, inputs=inputs, target=SYNONYMS.get(op.target, op.target))
         target, arguments = op.target, op.arguments
         if target in _IDENTITIES or (
             target == "aten._to_copy.default"

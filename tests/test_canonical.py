@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from cases.catalog import build
-from cases.models import mean_square
-from cases.report_models import Windows
-from cases.running import TOLERANCE, plan_case, run, train
+from cases.running import TOLERANCE, plain_cluster, plan_case, run, train
+from torch import Tensor, nn
 
 import autoplan
 from autoplan.capture import capture
@@ -47,7 +47,23 @@ def test_memory_read_by_strides_is_what_it_was(dp: int, tp: int) -> None:
         assert outcome.worst < TOLERANCE
 
 
-def test_memory_beyond_a_tensor_is_refused() -> None:
-    inputs = {"x": build("windows")[1]["x"].float()}
+class Diagonal(nn.Module):
+    """Every ninth number of a transposed tensor's memory, or of a part of a tensor."""
+
+    def __init__(self, part: bool) -> None:
+        super().__init__()
+        self.part, self.fc = part, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        h = h[1:] if self.part else h.t()
+        return h.as_strided((3,), (9,)).square().mean()
+
+
+def test_memory_of_a_whole_tensor_is_read_and_of_a_part_refused() -> None:
+    inputs = {"x": torch.randn(4, 8)}
     with pytest.raises(autoplan.CaptureError, match=r"as_strided.* a part of another one"):
-        capture(Windows(start=1), inputs, loss_fn=mean_square)
+        capture(Diagonal(part=True), inputs)
+    model = Diagonal(part=False)
+    parallel = autoplan.parallelize(model, autoplan.optimize(model, plain_cluster(1), inputs))
+    assert torch.allclose(parallel.forward_backward(**inputs), model(**inputs))

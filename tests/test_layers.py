@@ -35,6 +35,7 @@ PARTS = {
     "plan_checks": "plan",
     "plan_estimates": "plan",
     "plan_format": "plan",
+    "canonical_names": "canonical",
     "canonical_rows": "canonical",
 }
 

@@ -253,12 +253,12 @@ class Positioned(nn.Module):
 class Windows(nn.Module):
     """Overlapping windows along the sequence, read from the start of the memory by strides."""
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.start, self.fc, self.out = start, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.fc(x).transpose(0, 1)[self.start :]  # (seq, batch, width); batch comes first
+        h = self.fc(x).transpose(0, 1)  # (seq, batch, width); batch comes first in memory
         seq, (step, row, column) = h.shape[0], h.stride()
         windows = h.as_strided((seq - 2, 3, h.shape[1], 8), (step, step, row, column), 0)
         result: Tensor = self.out(torch.tanh(windows.sum(1)))
