@@ -53,12 +53,14 @@ class Constant:
         files: Below profiles/; all get the number.
         path: Keys in it.
         low, high: Its bounds.
+        neutral: What it is believed to be where no run says anything of it.
     """
 
     files: tuple[str, ...]
     path: tuple[str, ...]
     low: float
     high: float
+    neutral: float
 
     def __str__(self) -> str:
         return f"{self.files[0]} {'.'.join(self.path)}"
@@ -91,24 +93,24 @@ def constants() -> list[Constant]:
             continue
         document, file = json.loads(path.read_text()), f"runtimes/{path.name}"
         if document.get("host_us"):
-            found.append(Constant((file,), ("host_us",), 2.0, 80.0))
+            found.append(Constant((file,), ("host_us",), 2.0, 80.0, 8.0))
         if document.get("contention"):
-            found.append(Constant((file,), ("contention",), 0.05, 0.4))
+            found.append(Constant((file,), ("contention",), 0.05, 0.4, 0.15))
         if document.get("products"):
-            found.append(Constant((file,), ("products",), 0.8, 1.0))
+            found.append(Constant((file,), ("products",), 0.8, 1.0, 0.92))
         if document.get("float8_casts"):
-            found.append(Constant((file,), ("float8_casts",), 0.5, 5.0))
+            found.append(Constant((file,), ("float8_casts",), 0.5, 5.0, 1.5))
         if document.get("hides_tp"):
-            found.append(Constant((file,), ("hides_tp",), 0.2, 0.95))
+            found.append(Constant((file,), ("hides_tp",), 0.2, 0.95, 0.7))
         if document.get("norm_passes", 1.0) > 1.0:
-            found.append(Constant((file,), ("norm_passes",), 1.0, 6.0))
+            found.append(Constant((file,), ("norm_passes",), 1.0, 6.0, 2.0))
     for family in FAMILIES:
         files = tuple(f"devices/{device}.json" for device in family)
-        found.append(Constant(files, ("kernel", "sustained"), 0.4, 1.0))
+        found.append(Constant(files, ("kernel", "sustained"), 0.4, 1.0, 0.85))
         at = ("kernel", "efficiency", "memory", "share")
-        found.append(Constant(files, at, 0.75, 0.92))
+        found.append(Constant(files, at, 0.75, 0.92, 0.85))
     for link in ("ib-hdr", "ib-ndr", "eth-400g"):
-        found.append(Constant((f"links/{link}.json",), ("efficiency",), 0.4, 1.0))
+        found.append(Constant((f"links/{link}.json",), ("efficiency",), 0.4, 1.0, 0.85))
     return found
 
 
@@ -146,7 +148,8 @@ class Fit:
     def moves(self, without: str = "") -> dict[Constant, float]:
         """The logarithm of the factor of every constant that makes the rows' mean absolute error
         least, to first order and inside the bounds; a source weighs the same however many rows it
-        has. Rows of the source `without` do not count.
+        has. Rows of the source `without` do not count; a constant of which no other row knows is
+        its neutral one.
         """
         keep = np.array([run.prefix != without for run in self.runs])
         names = np.array([run.prefix for run in self.runs])
@@ -160,6 +163,9 @@ class Fit:
                 rest = self.off + self.slopes @ moved - slope * moved[j]
                 used = (np.abs(slope) > 1e-6) & keep
                 if not used.any():
+                    constant = self.fitted[j]
+                    if without:
+                        moved[j] = math.log(constant.neutral / constant.read())
                     continue
                 # the weighted median of where each row's error would be 0, drawn to 0 a little
                 at = np.append(-rest[used] / slope[used], 0.0)

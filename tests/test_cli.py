@@ -150,6 +150,7 @@ def test_words_are_frozen() -> None:
         "compare": {"files", "--all", "--width"},
         "explain": {"file", "name"},
         "validate": {"file", "--cluster"},
+        "check": {"file", "--source", "--rows", "--plot", "--accuracy"},
         "demo": {"--cluster", "--pins", "--steps", "-o", "--output"},
     }
     for command in cli.commands.values():

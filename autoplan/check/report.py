@@ -3,7 +3,7 @@
 
 In: predictions and rows that could not be expressed. Out: figures per source and overall. MAPE is
 the mean of |predicted / measured - 1|; bias the mean of its signed value; rank the mean Spearman
-correlation over groups of the same model, GPUs and batch with three plans or more.
+correlation over groups of the same model, GPUs and batch with four plans or more.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def accuracy_of(name: str, predictions: Iterable[Prediction]) -> Accuracy:
     errors = [p.error for p in given if p.error is not None]
     sizes = sorted(abs(e) for e in errors)
     ranks, best = [], 0
-    for group in _groups(given).values():
-        a, b = [p.step_s for p in group], [p.measured_s or 0.0 for p in group]
+    for group in _groups(given):
+        a, b = [x for x, _ in group], [y for _, y in group]
         ranks.append(spearman(a, b))
         quickest = min(range(len(group)), key=lambda i: b[i])
         best += sorted(range(len(group)), key=lambda i: a[i]).index(quickest) < 3
@@ -89,15 +89,31 @@ def memory_error(prediction: Prediction) -> float | None:
     return prediction.memory_bytes / (measured * 1e9) - 1.0
 
 
-def _groups(predictions: Sequence[Prediction]) -> dict[tuple[str, ...], list[Prediction]]:
-    """Runs of the same model, GPUs and batch that differ in their plan."""
-    found: dict[tuple[str, ...], list[Prediction]] = {}
-    names = ("model", "gpu", "gpus", "seq_len", "precision", "global_batch_seqs")
+PLAN = (
+    "tp", "pp", "vpp", "cp", "ep", "micro_batch_seqs", "sequence_parallel", "fsdp_or_zero",
+    "recompute",
+)  # fmt: skip
+
+
+def _groups(predictions: Sequence[Prediction]) -> list[list[tuple[float, float]]]:
+    """(predicted, measured) seconds per plan, for each model, GPUs and batch of a source that ran
+    under LEAST_GROUP plans or more; runs of one plan are one, by their mean.
+    """
+    found: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]] = {}
+    names = ("model", "gpu", "gpus", "seq_len", "precision", "global_batch_seqs", "task")
     for p in predictions:
         if p.measured_s is not None:
             key = (p.run.prefix, *(p.run.text(name) for name in names))
-            found.setdefault(key, []).append(p)
-    return {k: g for k, g in found.items() if len(g) >= LEAST_GROUP}
+            plan = tuple(p.run.text(name) for name in PLAN)
+            found.setdefault(key, {}).setdefault(plan, []).append((p.step_s, p.measured_s))
+    return [
+        [
+            (statistics.fmean(a for a, _ in runs), statistics.fmean(b for _, b in runs))
+            for runs in plans.values()
+        ]
+        for plans in found.values()
+        if len(plans) >= LEAST_GROUP
+    ]
 
 
 def spearman(a: list[float], b: list[float]) -> float:

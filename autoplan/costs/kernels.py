@@ -160,16 +160,11 @@ def _stream_backward(call: _Call) -> _Kernels:
 
 
 def _exchange(call: _Call) -> _Kernels:
-    """Rows brought in the order of their owners, behind the short kernels that count and sort them.
-
-    Source: the token permutation of Megatron-LM's moe_utils.py and Transformer Engine.
+    """Rows in the order of their owners, behind short kernels that count and sort them: the token
+    permutation of Megatron-LM's moe_utils.py and Transformer Engine.
     """
     small = tuple(_memory(0.0, 1.0, call.out.dtype) for _ in range(EXCHANGE_KERNELS))
     return (*_stream(call), *small)
-
-
-def _exchange_backward(call: _Call) -> _Kernels:
-    return _stream(call)
 
 
 def _reduced(source: TensorMeta, target: TensorMeta) -> Kernel:
@@ -471,7 +466,7 @@ _ROWS: tuple[tuple[str, _Rule, _Rule], ...] = (
      _stream, _norm_backward),
     ("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
      "autoplan.batch_norm", _batch_norm, _batch_norm_backward),
-    ("autoplan.exchange", _exchange, _exchange_backward),
+    ("autoplan.exchange", _exchange, _stream),
     ("autoplan.context", _none, _none),
     ("autoplan.dropout", _own_dropout, _stream_backward),
     ("cross_entropy_loss nll_loss nll_loss_nd autoplan.cross_entropy autoplan.cross_entropy_sum",
