@@ -59,7 +59,8 @@ def cluster_of(run: Run) -> Cluster:
     if machine.domain and gpus > per_host:
         # whole trays of a rack, as many as divide the job
         most = min(gpus, machine.domain)
-        per_host = max(d for d in range(per_host, most + 1, per_host) if gpus % d == 0)
+        sizes = range(per_host, most + 1, per_host)
+        per_host = max((d for d in sizes if gpus % d == 0), default=per_host)
     if gpus % per_host:
         per_host = max(d for d in range(1, per_host + 1) if gpus % d == 0)
         run.assumed.append(f"{per_host} GPUs on each host")
