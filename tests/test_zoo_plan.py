@@ -16,8 +16,8 @@ from zoo_plan import TABLE, Row, row_of
 
 import autoplan
 
-# decoder, encoder, encoder-decoder, experts, vision, convolutions
-SAMPLE = "causal:gpt2 masked:bert seq2seq:pegasus causal:mixtral image:vit image:resnet".split()
+# decoder, encoder, encoder-decoder, experts, vision
+SAMPLE = "causal:gpt2 masked:bert seq2seq:pegasus causal:mixtral image:vit".split()
 PINS = autoplan.Pins(dp=2, tp=4, pp=1, num_microbatches=1)
 optimize = autoplan.optimize
 
