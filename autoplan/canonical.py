@@ -20,12 +20,11 @@ Ops that nothing uses are dropped. In and out are Graphs; no torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from autoplan.canonical_names import SYNONYMS
 from autoplan.canonical_rows import unsort
-from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
+from autoplan.graph import Graph, Op, Ref, TensorMeta, Value, prune
 
 _IDENTITIES = frozenset(
     {
@@ -436,40 +435,6 @@ class _Rewriter:
             MappingProxyType({k: self.alias.get(v, v) for k, v in graph.buffer_updates.items()}),
             graph.shared,
         )
-
-
-def prune(graph: Graph) -> Graph:
-    """The graph without the ops that nothing uses; which values carry a gradient is worked out
-    again.
-    """
-    ends = (*graph.outputs, graph.loss, *graph.buffer_updates.values())
-    needed = {name for name in ends if name}
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        if any(name in needed for name in op.outputs):
-            kept.append(_replace(op, outputs=tuple(n if n in needed else "" for n in op.outputs)))
-            needed.update(op.inputs)
-    kept.reverse()
-    grads = _requires_grad(graph, kept)
-    values = {
-        v.name: v
-        for v in graph.values.values()
-        if v.kind in ("input", "parameter", "buffer") or (v.kind == "constant" and v.name in needed)
-    }
-    for op in kept:
-        for name in op.outputs:
-            if name:
-                v = graph.values[name]
-                values[name] = Value(v.name, v.meta, v.kind, name in grads)
-    return replace(graph, values=MappingProxyType(values), ops=tuple(kept))
-
-
-def _requires_grad(graph: Graph, ops: list[Op]) -> set[str]:
-    grads = {v.name for v in graph.of_kind("parameter") if v.requires_grad}
-    for op in ops:
-        if op.target != "aten.detach.default" and any(name in grads for name in op.inputs):
-            grads.update(n for n in op.outputs if n and graph.values[n].requires_grad)
-    return grads
 
 
 def _replace(op: Op, **changes: object) -> Op:

@@ -5,7 +5,7 @@ Mixtures of experts sort their rows by expert, multiply each run of rows by its 
 undo the sorting. A sort mixes the rows of the whole batch, so as it stands nothing of it could be
 split. But whatever works row by row gives the same rows in another order, so every value whose rows
 are permuted has a *twin* with the rows where they were; where the permutation is undone, the twin
-is the result. The sorted originals are then used by nothing and are dropped by `canonical.prune`.
+is the result. The sorted originals are then used by nothing and are dropped by `graph.prune`.
 
     sort(ids) -> (ids', perm)     twins: ids, 0 1 2 ...
     row by row: f(x', y', w)      twin: f(x, y, w); the sharding rule says what works row by row

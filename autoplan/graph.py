@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -208,3 +208,37 @@ class Graph:
         ):
             if name not in known:
                 raise ValueError(f"{name!r} leaves the graph but is not made in it")
+
+
+def prune(graph: Graph) -> Graph:
+    """The graph without the ops that nothing uses; which values carry a gradient is worked out
+    again.
+    """
+    ends = (*graph.outputs, graph.loss, *graph.buffer_updates.values())
+    needed = {name for name in ends if name}
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if any(name in needed for name in op.outputs):
+            kept.append(replace(op, outputs=tuple(n if n in needed else "" for n in op.outputs)))
+            needed.update(op.inputs)
+    kept.reverse()
+    grads = _requires_grad(graph, kept)
+    values = {
+        v.name: v
+        for v in graph.values.values()
+        if v.kind in ("input", "parameter", "buffer") or (v.kind == "constant" and v.name in needed)
+    }
+    for op in kept:
+        for name in op.outputs:
+            if name:
+                v = graph.values[name]
+                values[name] = Value(v.name, v.meta, v.kind, name in grads)
+    return replace(graph, values=MappingProxyType(values), ops=tuple(kept))
+
+
+def _requires_grad(graph: Graph, ops: list[Op]) -> set[str]:
+    grads = {v.name for v in graph.of_kind("parameter") if v.requires_grad}
+    for op in ops:
+        if op.target != "aten.detach.default" and any(name in grads for name in op.inputs):
+            grads.update(n for n in op.outputs if n and graph.values[n].requires_grad)
+    return grads

@@ -71,7 +71,25 @@ def guarded(y: Tensor) -> Tensor:
     return y.sin()
 
 
-DECIDED = [mask_of_ones, mask_written_to, drawn_below_zero, drawn_below_one, asserted, guarded]
+def mapped(y: Tensor) -> Tensor:
+    def allowed(row: Tensor, column: Tensor) -> Tensor:
+        return (row >= 0) & (column >= row.new_zeros(()))
+
+    rows, columns = torch.arange(2, device=y.device), torch.arange(4, device=y.device)
+    inner = torch.vmap(allowed, in_dims=(None, 0))
+    mask = torch.vmap(inner, in_dims=(0, None))(rows, columns)
+    return (y * mask).sin()
+
+
+DECIDED = [
+    mapped,
+    mask_of_ones,
+    mask_written_to,
+    drawn_below_zero,
+    drawn_below_one,
+    asserted,
+    guarded,
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

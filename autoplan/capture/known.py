@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # checked on 2.13
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # checked on 2.13; torch.export's own containers use it
 from torch.utils._python_dispatch import _disable_current_modes  # checked on 2.13
@@ -113,6 +114,8 @@ class KnownValues(TorchFunctionMode):
         operands = _tensors((args, kwargs))
         if not results and name not in _WRITES:
             return
+        if any(map(is_functorch_wrapped_tensor, (*results, *operands))):
+            return  # inside vmap a tensor stands for many
         if any(not _is_small(r) for r in results):
             self.forget(operands)
         elif name in _FILLS:

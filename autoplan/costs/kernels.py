@@ -278,13 +278,11 @@ def _matmul_backward(call: _Call) -> _Kernels:
 
 def _registered(call: _Call) -> _Kernels:
     """Of an op without a row: a pass over memory, or the product that its rule's letters say."""
-    flop = contracted_flop(call.op, call.inputs)
-    passes = _stream(call)
+    flop, passes = contracted_flop(call.op, call.inputs), _stream(call)
     if flop is None or not passes:
         return passes
-    n = call.out.shape[-1] if call.out.shape else 1
-    m = call.out.numel // n
-    shape = (1, m, n, max(int(flop) // (2 * m * n), 1))
+    n = (1, *call.out.shape)[-1]
+    shape = (1, call.out.numel // n, n, max(int(flop) // (2 * call.out.numel), 1))
     return (Kernel("matmul", flop, passes[0].num_bytes, call.inputs[0].dtype, shape),)
 
 
@@ -296,9 +294,7 @@ def _registered_backward(call: _Call) -> _Kernels:
 
 
 def _grouped_mm(call: _Call) -> _Kernels:
-    """The products, and a pass each that sorts the rows of the groups held here and puts the
-    results back among zeros.
-    """
+    """The products, a pass that sorts the rows held here and one that puts the results back."""
     return (*_matmul(call), *_sorting(call))
 
 
@@ -310,9 +306,8 @@ def _grouped_mm_backward(call: _Call) -> _Kernels:
 def _sorting(call: _Call) -> _Kernels:
     p = product_of(call.op, call.inputs, call.out)
     assert p is not None, "a grouped product has its sizes"
-    width = DTYPE_BYTES[call.out.dtype]
-    moved = 2.0 * p.m * (p.k + p.n) * width + call.out.size_bytes
-    return (_memory(moved, 0, call.out.dtype),)
+    moved = 2.0 * p.m * (p.k + p.n) * DTYPE_BYTES[call.out.dtype]
+    return (_memory(moved + call.out.size_bytes, 0, call.out.dtype),)
 
 
 # -- convolution and attention ---------------------------------------------------------------------
