@@ -52,6 +52,7 @@ _TABLE: dict[str, str] = {
     "mv": "m k, k -> m",
     "dot": "k, k ->",
     "outer": "m, n -> m n",
+    # the next three are in the graphs that check/ writes of published runs: priced, never run
     "autoplan.expert_mm": "m k, e^ k n -> m n",
     "autoplan.exchange": "m h^ -> m h^; linear(0)",
     "autoplan.context": "b h s^ d^ -> b h t^ d^",

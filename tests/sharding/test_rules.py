@@ -430,6 +430,10 @@ UNTRIED = {
     **dict.fromkeys(("rand", "randn", "randint"), "random, and made whole"),
     "native_dropout": "autoplan.dropout after capture, tried above",
     "autoplan.dropout": "tried above",
+    **dict.fromkeys(
+        ("autoplan.context", "autoplan.exchange", "autoplan.expert_mm"),
+        "in the graphs that check/ writes of published runs: priced, never run",
+    ),
     "autoplan.grouped_mm": "what capture makes of a sort, tried in test_rules_models.py",
 }
 
