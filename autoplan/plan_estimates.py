@@ -151,7 +151,7 @@ class Estimate(Document, frozen=True, kw_only=True):
     """The step, as the cost model sees it.
 
     `peak_memory_bytes` is the total of stage `peak_stage`, the fullest; `mfu` the share of the used
-    devices' peak; `sources` the share of the time from each kind of number ("measured").
+    devices' stated peak; `sources` the share of the time from each kind of number ("measured").
     `expected_error` is the mean relative error of the step time where the cost model was checked
     against measured runs, and `expected_error_source` which ones; None where nothing comparable
     was measured.

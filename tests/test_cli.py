@@ -292,6 +292,27 @@ def test_plan_passes_every_pin_on(
     }
 
 
+def test_what_native_code_prints_is_no_result(tmp_path: Path) -> None:
+    """A solver's library writes to the process's own stdout."""
+    (tmp_path / "loud.py").write_text(
+        "import os, torch\n"
+        "def build():\n"
+        "    os.write(1, b'from below')\n"
+        "    return torch.nn.Linear(4, 4), (torch.zeros(4, 4),), lambda y, batch: y.sum()\n"
+    )
+    command = [sys.executable, "-m", "autoplan", "plan", f"{tmp_path / 'loud.py'}:build"]
+    done = subprocess.run(
+        [*command, "--cluster", "local-cpu-2", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["name"] == "Linear"
+    assert "from below" in done.stderr
+
+
 def test_plan_defaults_pin_nothing(
     model_file: str, planner: Callable[[Plan | BaseException], Planner]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -152,7 +153,7 @@ def plan(
     loaded = [Cluster.load(name) for name in clusters]  # first: a wrong name costs nothing then
     found: dict[str, Plan] = {}
     refused: dict[str, InfeasibleError] = {}
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no result
+    with _results_only():
         for name, (_, result) in zip(clusters, _optimize(loaded, quiet, options)):
             if isinstance(result, InfeasibleError):
                 refused[name] = result
@@ -170,6 +171,20 @@ def plan(
         click.echo(chosen.to_json() if as_json else chosen.summary(), nl=False)
     else:
         _emit_comparison(found, refused, as_json)
+
+
+@contextlib.contextmanager
+def _results_only() -> Iterator[None]:
+    """What the user's code and native libraries print meanwhile goes to stderr: it is no result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _beside(output: Path, cluster: str) -> Path:
@@ -222,7 +237,7 @@ def size(
     if (device is None) == (kind is None):
         raise click.UsageError("name the devices by one of --device and --kind")
     ladder = Ladder(kind or kind_with(str(device)), max_devices)
-    with contextlib.redirect_stdout(sys.stderr):
+    with _results_only():
         for cluster, result in _optimize(ladder.clusters(), quiet, options):
             ladder.note(cluster, result)
             if not quiet:

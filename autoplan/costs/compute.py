@@ -88,6 +88,16 @@ def kernel_time(
     return Cost(time_s, "assumed" if source == "assumed" else "roofline")
 
 
+def best_share(profile: DeviceProfile) -> float:
+    """The share of a peak that no kernel's FLOPs pass: for bounds."""
+    matmul = profile.curves["matmul"].share
+    if profile.tiles is not None:
+        h = max(a * b / (a + b) for a, b in TILES)
+        matmul *= h / (h + profile.tiles.side)
+    others = (profile.curves[family].share for family in ("convolution", "attention"))
+    return max(matmul, *others, *(kernel.share for kernel in profile.flash.values()))
+
+
 @lru_cache(maxsize=1 << 16)
 def tiled_time(
     tiles: Tiles,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from autoplan.accuracy import expected_error
 from autoplan.cluster import Cluster
 from autoplan.costs.kernels import backward_kernels, forward_kernels
+from autoplan.costs.profile import DeviceProfile
 from autoplan.graph import Graph, TensorMeta
 from autoplan.plan_estimates import (
     Conversion,
@@ -52,7 +53,7 @@ def make_figures(
     devices, step, terms = candidate.num_devices, priced.step_s, priced.terms
     flop = flop_per_step(graph, training=solver.training)
     dtype = dtype_of_work(graph)
-    peak = solver.tables.mesh.profiles.device.peak(dtype)[0]
+    peak = DeviceProfile.of(cluster.device).peak(dtype)[0]
     error, runs = expected_error(cluster.device.name, solver.work.runtime.name)
     estimate = Estimate(
         step_time_s=step,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
 from autoplan.costs.builder import build_tables
+from autoplan.costs.compute import best_share
 from autoplan.costs.profile import Profiles
 from autoplan.costs.storage import PinnedPlacementError
 from autoplan.costs.tables import CostTables, Folded, OpTables, Wishes
@@ -211,13 +212,14 @@ class Search:
                 self._descend(members)
 
     def least_s(self, candidate: Candidate) -> float:
-        """A bound that needs no tables: the model's products at peak on all devices, and the bubble
-        of even stages.
+        """A bound that needs no tables: the model's products at the best rate that any kernel has,
+        on all devices, and the bubble of even stages.
         """
-        peak = Profiles.of(self.cluster).device.peak(self.space.dtype)[0]
+        device = Profiles.of(self.cluster).device
+        rate = device.peak(self.space.dtype)[0] * best_share(device)
         flop = self.space.training_flop if self.training else self.space.forward_flop
         work = (flop + (self.space.block_flop if candidate.recompute else 0.0)) / (
-            peak * candidate.num_devices
+            rate * candidate.num_devices
         )
         return work * (1.0 + (candidate.pp - 1) / candidate.num_microbatches)
 
