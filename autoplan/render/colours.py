@@ -32,5 +32,5 @@ MEMORY = {
 PLACEMENT = {"R": IDLE, "S": SKY, "P": ORANGE}
 # stages, in turn
 STAGES = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILLION)
-# mesh axes and the pipeline, on links
-AXES = {"tp": SKY, "dp": PURPLE, "pp": GREEN}
+# mesh axes and the pipeline, on links: SKY, PURPLE and GREEN, light enough to write on
+AXES = {"tp": "#A5D5F2", "dp": "#E3B6CF", "pp": "#7FCDB6"}

@@ -94,7 +94,6 @@ def _sums(axes: Axes, sums: dict[str, float], x: float, y: float, word: str) -> 
             "boxstyle": "round,pad=0.25",
             "facecolor": colour,
             "edgecolor": "none",
-            "alpha": 0.55,
         },
     )
 
