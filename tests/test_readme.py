@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README, TOUR = ROOT / "README.md", ROOT / "autoplan/README.md"
 PAGES = (README, TOUR, ROOT / "examples/README.md")
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-USERS_FILES = {"plan.json", "gpt.json", "mine.json", "FILE.py"}  # named as a user's own, not ours
+# named as a user's own, not ours
+USERS_FILES = {"plan.json", "gpt.json", "mine.json", "FILE.py", "llama70b.trace.json"}
 
 
 def _text(page: Path) -> str:
