@@ -7,6 +7,7 @@ Each runs as a subprocess, as a reader would run it; what it writes goes to a fo
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from autoplan.plan import Plan
+from autoplan.render.page import page_html
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -111,7 +113,7 @@ def test_read_a_plan_needs_the_standard_library_alone() -> None:
 
 
 def test_the_plans_in_the_tree_load() -> None:
-    assert [p.stem for p in PLANS] == ["gpt", "quickstart"]
+    assert [p.stem for p in PLANS] == ["demo", "gpt", "llama70b", "quickstart", "uneven"]
     for path in PLANS:
         plan = Plan.load(path)
         plan.verify()
@@ -128,5 +130,30 @@ def test_every_example_is_run_here_and_named_in_the_readme() -> None:
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     own = Path(__file__).read_text(encoding="utf-8")
     for path in EXAMPLES.glob("*.py"):
-        assert f"python examples/{path.name}" in readme
-        assert f'_run("{path.name}"' in own
+        assert re.search(rf"(python|autoplan plan) examples/{path.name}\b", readme)
+        assert f'"{path.name}"' in own
+
+
+def test_llama70b_is_the_model_of_the_committed_plan() -> None:
+    """Its blocks are equal: what one of them has, 80 have 80 times."""
+    spec = importlib.util.spec_from_file_location("llama70b", EXAMPLES / "plan_llama70b.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = []
+    for num_layers in (1, 2):
+        model, inputs = module.llama(num_layers)
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        sizes.append(sum(p.numel() for p in model.parameters()))
+    plan = Plan.load(EXAMPLES / "plans/llama70b.json")
+    assert plan.model.num_parameters == sizes[0] + 79 * (sizes[1] - sizes[0])
+    assert [t.shape for t in plan.signature.tensors] == [tuple(x.shape) for x in inputs.values()]
+    assert plan.cluster.name == "dgx-h100-8x8"
+
+
+@pytest.mark.parametrize("name", ["demo", "llama70b", "uneven"])
+def test_the_pages_in_the_tree_are_those_of_the_plans(name: str) -> None:
+    page = (EXAMPLES / f"plans/{name}.html").read_text(encoding="utf-8")
+    assert page == page_html(Plan.load(EXAMPLES / f"plans/{name}.json"))
+    assert (EXAMPLES / f"plans/{name}.png").read_bytes().startswith(b"\x89PNG")
