@@ -98,6 +98,7 @@ def train_planned(plan_path: str, steps: int, result_path: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save({"losses": losses, "seconds": seconds, "state": state}, result_path)
     if dist.is_initialized():
+        dist.barrier()  # no process takes its connections away while another still uses them
         dist.destroy_process_group()
 
 

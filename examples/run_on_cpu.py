@@ -72,6 +72,7 @@ def train_planned(plan_file: str, result_file: str) -> None:
         optimizer.step()
     if dist.get_rank() == 0:
         Path(result_file).write_text(json.dumps(losses), encoding="utf-8")
+    dist.barrier()  # no process takes its connections away while another still uses them
     dist.destroy_process_group()
 
 
