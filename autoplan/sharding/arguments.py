@@ -16,11 +16,13 @@ Resolver = Callable[[Op, Metas, Outs], OpRule | None]
 
 
 def as_int(value: object) -> int:
+    """An argument that the op's schema says is an int."""
     assert isinstance(value, int), f"{value!r} is an int in the op's schema"
     return value
 
 
 def as_ints(value: object) -> tuple[int, ...]:
+    """An argument that the schema says is ints; a single one stands for one of them."""
     if isinstance(value, int):
         return (value,)
     assert isinstance(value, list | tuple), f"{value!r} is an int or ints in the op's schema"
@@ -28,15 +30,18 @@ def as_ints(value: object) -> tuple[int, ...]:
 
 
 def as_dim(value: object, rank: int) -> int:
+    """A dim of a tensor of that rank, counted from the front."""
     dim = as_int(value)
     return dim + rank if dim < 0 else dim
 
 
 def letters_of(prefix: str, rank: int) -> tuple[str, ...]:
+    """One letter per dim: prefix0, prefix1, ..."""
     return tuple(f"{prefix}{i}" for i in range(rank))
 
 
 def frozen(meta: TensorMeta | None) -> Dims:
+    """Dims of which none is ever split; none at all for an absent tensor."""
     return plain((None,) * len(meta.shape), meta) if meta else ()
 
 
