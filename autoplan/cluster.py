@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoplan.cluster_format import Fields, convert_cluster, read_cluster, write_cluster
-from autoplan.device import Curve, DeviceSpec, Flash, KernelSpec, Tiles, require, rounded
+from autoplan.device import (
+    Curve,
+    DeviceSpec,
+    Flash,
+    HostTimes,
+    KernelSpec,
+    Tiles,
+    require,
+    rounded,
+)
 
 __all__ = [
     "Cluster",
@@ -28,6 +37,7 @@ __all__ = [
     "DeviceSpec",
     "Flash",
     "Group",
+    "HostTimes",
     "KernelSpec",
     "Link",
     "Tiles",
@@ -132,6 +142,8 @@ class Cluster:
         rank_hosts: Host of every rank; None: ranks are numbered host by host.
         fast_pairs: Groups of local ranks (0-based on their host) that are joined by `pair_link`.
         pair_link: Link inside a fast pair; the rest of the host is on `intra_host`.
+        cores_per_host: Cores that the devices of a host share, where they are CPU processes: no
+            more of them compute at full speed at once. None: each computes by itself.
         price_per_device_hour: In US dollars, or None.
 
     Raises:
@@ -147,6 +159,7 @@ class Cluster:
     rank_hosts: tuple[int, ...] | None = None
     fast_pairs: tuple[tuple[int, ...], ...] | None = None
     pair_link: Link | None = None
+    cores_per_host: int | None = None
     price_per_device_hour: float | None = None
 
     def __post_init__(self) -> None:
@@ -186,6 +199,12 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
+
+    def crowding(self, num_devices: int) -> float:
+        """How many times as long the devices compute where so many do it at once, host by host."""
+        if self.cores_per_host is None:
+            return 1.0
+        return max(1.0, min(num_devices, self.devices_per_host) / self.cores_per_host)
 
     @property
     def digest(self) -> str:
@@ -286,6 +305,8 @@ def _device_of(fields: Fields) -> DeviceSpec:
         tiles=Tiles(**tiles) if tiles else None,
         flash=tuple(Flash(**flash) for flash in fields["flash"]),
         sustained=fields["sustained"],
+        elementwise=fields["elementwise"],
+        host=HostTimes(**fields["host"]),
         **curves,
     )
     names = ("name", "memory_bytes", "memory_bytes_per_s", "peak_flop_per_s")

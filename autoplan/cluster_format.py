@@ -33,6 +33,7 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 Fields = dict[str, Any]  # keyword arguments of a type of cluster.py, in SI units
 
 Number = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -62,12 +63,21 @@ class _Flash(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     narrow: Share = 1.0
 
 
+class _Host(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    op: tuple[Number, Number] = (0.0, 0.0)
+    conversion: tuple[Number, Number] = (0.0, 0.0)
+    parameter: Number = 0.0
+    microbatch: Number = 0.0
+
+
 class _Kernel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     launch_us: Number = 0.0
     efficiency: Share | dict[Curved, Share | _Curve] = 1.0
     tiles: _Tiles | None = None
     flash: dict[str, _Flash] = {}
     sustained: Share = 1.0
+    elementwise_GFLOPs: dict[str, tuple[Positive, Positive]] = {}
+    host_us: _Host = _Host()
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -102,6 +112,7 @@ class _Kind(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tru
     intra_host: str | _Link
     inter_host: str | _Link | None = None
     nics_per_host: Count = 1
+    cores_per_host: Count | None = None
     fast_pairs: tuple[tuple[int, ...], ...] | None = None
     pair_link: str | _Link | None = None
     price_per_device_hour: Number | None = None
@@ -188,6 +199,7 @@ def write_cluster(cluster: Cluster) -> dict[str, Any]:
         **{key: _link_json(link) if link else None for key, link in links.items()},
         "rank_hosts": list(cluster.rank_hosts) if cluster.rank_hosts is not None else None,
         "fast_pairs": [list(p) for p in pairs] if pairs is not None else None,
+        "cores_per_host": cluster.cores_per_host,
         "price_per_device_hour": cluster.price_per_device_hour,
     }
 
@@ -335,6 +347,7 @@ def _fields(
         "rank_hosts": rank_hosts,
         "fast_pairs": kind.fast_pairs,
         "pair_link": _link_fields(kind.pair_link),
+        "cores_per_host": kind.cores_per_host,
         "price_per_device_hour": kind.price_per_device_hour,
     }
 
@@ -369,6 +382,14 @@ def _device_fields(document: _Device) -> Fields:
             {"name": name, **msgspec.structs.asdict(flash)}
             for name, flash in sorted(document.kernel.flash.items())
         ],
+        "elementwise": tuple(
+            (op, _si(ahead, 9), _si(back, 9))
+            for op, (ahead, back) in sorted(document.kernel.elementwise_GFLOPs.items())
+        ),
+        "host": {
+            f"{key}_s": tuple(_si(t, -6) for t in us) if isinstance(us, tuple) else _si(us, -6)
+            for key, us in msgspec.structs.asdict(document.kernel.host_us).items()
+        },
     }
 
 
@@ -436,6 +457,15 @@ def _device_json(device: DeviceSpec) -> dict[str, Any]:
             "flash": {
                 flash.name: {k: v for k, v in asdict(flash).items() if k != "name"}
                 for flash in kernel.flash
+            },
+            "elementwise_GFLOPs": {
+                op: [_si(ahead, -9), _si(back, -9)] for op, ahead, back in kernel.elementwise
+            },
+            "host_us": {
+                key.removesuffix("_s"): [_si(t, 6) for t in seconds]
+                if isinstance(seconds, tuple)
+                else _si(seconds, 6)
+                for key, seconds in asdict(kernel.host).items()
             },
         },
         "provenance": provenance,

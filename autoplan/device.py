@@ -82,6 +82,33 @@ class Flash:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """What the executor's Python costs where the device is the host's own processor, so that it
+    adds to the kernels instead of running ahead of them. Seconds of one idle core.
+
+    Attributes:
+        op_s: Of every op, views included: forward, backward.
+        conversion_s: Of every change of layout, beside its collective: forward, backward.
+        parameter_s: Of every trained parameter, once per step: its optimizer's calls.
+        microbatch_s: Of one action of the pipeline's runtime, forward or backward.
+    """
+
+    op_s: tuple[float, float] = (0.0, 0.0)
+    conversion_s: tuple[float, float] = (0.0, 0.0)
+    parameter_s: float = 0.0
+    microbatch_s: float = 0.0
+
+    def slowed(self, factor: float) -> HostTimes:
+        """The same, each so many times as long."""
+        return HostTimes(
+            op_s=(self.op_s[0] * factor, self.op_s[1] * factor),
+            conversion_s=(self.conversion_s[0] * factor, self.conversion_s[1] * factor),
+            parameter_s=self.parameter_s * factor,
+            microbatch_s=self.microbatch_s * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """How close kernels come to a device's peaks. Without one, kernels reach the peaks as given.
 
@@ -94,6 +121,9 @@ class KernelSpec:
         matmul, convolution, attention: Share of the peak FLOP/s by FLOPs of the kernel.
         memory: Share of the memory bandwidth by bytes moved.
         launch_source: Where `launch_s` comes from, as in `Curve`.
+        elementwise: (op, FLOP/s forward, backward) of ops whose arithmetic binds them before the
+            memory does, where it runs below the peak: "tanh" on a CPU.
+        host: Host times that add to the kernels'.
     """
 
     launch_s: float = 0.0
@@ -105,6 +135,8 @@ class KernelSpec:
     tiles: Tiles | None = None
     flash: tuple[Flash, ...] = ()
     sustained: float = 1.0
+    elementwise: tuple[tuple[str, float, float], ...] = ()
+    host: HostTimes = HostTimes()
 
     def __post_init__(self) -> None:
         require(0 <= self.launch_s < math.inf, f"launch {self.launch_s} s", "seconds >= 0")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from autoplan.crowded import CrowdedRun
+
 KINDS = ("F", "B")
 # A stage's program is integers: message << 1 posts a message, message << 1 | 1 waits for it, and a
 # negative one computes.
@@ -410,21 +412,15 @@ def finish_times(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     send_s: Sequence[float],
+    crowding: float = 1.0,
 ) -> tuple[float, ...]:
     """Seconds until each stage is done, as in `replay` but without spans: what a search calls.
 
-    Args:
-        schedule: What runs.
-        forward_s: Seconds of one microbatch's forward, per stage.
-        backward_s: Seconds of one microbatch's backward, per stage; unused when only forwards run.
-        send_s: Seconds to move one microbatch over each boundary, in either direction; one fewer
-            than stages.
-
-    Raises:
-        ValueError: A length does not fit, a time is negative or not a number, or the schedule
-            deadlocks.
+    Args, Raises: As `replay`.
     """
     _check_times(schedule, forward_s, backward_s, send_s)
+    if crowding > 1.0:
+        return tuple(_crowded(schedule, forward_s, backward_s, send_s, crowding).finish)
     return tuple(_run(schedule, forward_s, backward_s, send_s)[1])
 
 
@@ -433,8 +429,9 @@ def replay(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     send_s: Sequence[float],
+    crowding: float = 1.0,
 ) -> Timeline:
-    """When each action runs, communication behaving as in `torch.distributed.pipelining` 2.13.
+    """When each action runs, communicating as `torch.distributed.pipelining` 2.13 does.
 
     Receives are posted only when their action is next, so a transfer is hidden neither by the
     receiver's computation nor, in 1F1B's steady state, by the sender's: there the send of one
@@ -448,12 +445,19 @@ def replay(
         backward_s: Seconds of one microbatch's backward, per stage; unused when only forwards run.
         send_s: Seconds to move one microbatch over each boundary, in either direction; one fewer
             than stages.
+        crowding: Devices per core where stages share cores: so many times faster than given is a
+            stage at most while others wait (`crowded.py`).
 
     Raises:
         ValueError: A length does not fit, a time is negative or not a number, or the schedule
             deadlocks.
     """
     _check_times(schedule, forward_s, backward_s, send_s)
+    if crowding > 1.0:
+        run = _crowded(schedule, forward_s, backward_s, send_s, crowding)
+        rows = zip(range(schedule.num_stages), schedule.actions, run.spans)
+        shared = [Span(s, a, *span) for s, row, at in rows for a, span in zip(row, at)]
+        return Timeline(tuple(shared), max(run.finish), tuple(run.finish))
     starts, finish = _run(schedule, forward_s, backward_s, send_s)
     spans = []
     for stage, row in enumerate(schedule.actions):
@@ -463,6 +467,18 @@ def replay(
             for action, start in zip(row, starts[stage])
         ]
     return Timeline(tuple(spans), max(finish), tuple(finish))
+
+
+def _crowded(
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    send_s: Sequence[float],
+    crowding: float,
+) -> CrowdedRun:
+    num_messages = 2 * schedule.num_microbatches * (schedule.num_stages - 1)
+    seconds = [(0.0, b, f) for f, b in zip(forward_s, backward_s)]
+    return CrowdedRun(schedule._programs, seconds, send_s, num_messages, crowding)
 
 
 def _check_times(

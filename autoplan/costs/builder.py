@@ -150,7 +150,7 @@ class _TableBuilder:
         self.attention = next((a for a in wishes.runtime.attention if a in known_kernels), "")
         self.device = mesh.profiles.device.sustained(wishes.runtime.products)
         self.joined = replace(self.device, launch_s=0.0)
-        self.kernel_cache: dict[tuple[Kernel, bool], tuple[float, str]] = {}
+        self.kernel_cache: dict[tuple[Kernel, bool, float | None], tuple[float, str]] = {}
         self.fusion = Fusion(folded, wishes.runtime)
 
     def op_table(self, op: Op, rows: int, known: OpTables) -> OpTable:
@@ -248,8 +248,8 @@ class _TableBuilder:
                 kernels, later = self._written_out(kernels), self._written_out(later)
             kernels = self.fusion.fused(op, kernels, local_in, local_out)
             later = self.fusion.fused(op, later, local_in, local_out)
-            ahead = self._kernels_s(op, kernels, shares)
-            back = self._kernels_s(op, later, shares)
+            ahead = self._kernels_s(op, kernels, shares, 0)
+            back = self._kernels_s(op, later, shares, 1)
             table.launches.append((self._launches(op, kernels), self._launches(op, later)))
             own = self._own_collectives_s(op, strategy, local_in, backward, shares)
             table.forward_s.append(ahead)
@@ -271,10 +271,19 @@ class _TableBuilder:
     def _local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         return TensorMeta(layout.value.local_shape(meta.shape, self.mesh.axis_sizes), meta.dtype)
 
-    def _kernels_s(self, op: Op, kernels: tuple[Kernel, ...], shares: dict[str, float]) -> float:
+    def _kernels_s(
+        self, op: Op, kernels: tuple[Kernel, ...], shares: dict[str, float], direction: int
+    ) -> float:
+        """Seconds of an op's kernels, forward (0) or backward (1), and of the host between them."""
         total, joins = 0.0, op.name in self.fusion.joining
+        rates = self.device.elementwise.get(stem_of(op))
+        rate = rates[direction] if rates else None
+        host_s = self.device.host.op_s[direction] if kernels else 0.0
+        if host_s:
+            total += host_s
+            shares["measured"] = shares.get("measured", 0.0) + host_s
         for kernel in kernels:
-            known = self.kernel_cache.get((kernel, joins))
+            known = self.kernel_cache.get((kernel, joins, rate))
             if known is None:
                 cost = kernel_time(
                     self.joined if joins else self.device,
@@ -284,8 +293,9 @@ class _TableBuilder:
                     kernel.dtype,
                     kernel.shape,
                     self.attention,
+                    rate,
                 )
-                known = self.kernel_cache[kernel, joins] = (cost.time_s, cost.source)
+                known = self.kernel_cache[kernel, joins, rate] = (cost.time_s, cost.source)
             total += known[0]
             shares[known[1]] = shares.get(known[1], 0.0) + known[0]
         return total

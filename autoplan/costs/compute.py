@@ -31,6 +31,7 @@ def kernel_time(
     dtype: str,
     shape: tuple[int, ...] = (),
     variant: str = "flash2",
+    element_flop_per_s: float | None = None,
 ) -> Cost:
     """Seconds of one kernel.
 
@@ -49,6 +50,7 @@ def kernel_time(
             `tiled_time`. (keys, elements of a head, 1 under a causal mask) of attention: with the
             device's `flash`, its first roof is that kernel's.
         variant: Which of the device's fused attention kernels runs.
+        element_flop_per_s: Rate of a "memory" kernel's arithmetic; None: the peak.
 
     Returns:
         The seconds; "roofline", or "assumed" where the roof that binds has a guessed parameter.
@@ -70,6 +72,8 @@ def kernel_time(
         # For elementwise arithmetic the memory curve says nothing: its FLOPs run at the peak.
         curve = profile.curves[family] if family != "memory" else Curve(source="roofline")
         peak, stated = profile.peak(dtype)
+        if family == "memory" and element_flop_per_s is not None:
+            peak, stated = element_flop_per_s, True
         if family == "matmul" and shape and profile.tiles is not None:
             rate = peak * curve.share
             moved = profile.bytes_per_s * profile.curves["memory"].share

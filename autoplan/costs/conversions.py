@@ -90,12 +90,16 @@ class Conversions:
                 not kept.
             made, wanted: Layouts.
         """
+        host_s = self.mesh.profiles.device.host.conversion_s
         forward, backward, saved = [], [], []
         for source in made:
             row_f, row_b, row_s = [], [], []
             for target in wanted:
                 ahead = self.mesh.move_s(source.value, target.value, size)
                 back = self.mesh.move_s(target.grad, source.grad, size) if carries else 0.0
+                if self._is_call(source, target, carries=carries):
+                    ahead += host_s[0]
+                    back += host_s[1] if carries else 0.0
                 row_f.append(ahead)
                 row_b.append(back + ahead if gathered_again else back)
                 row_s.append(0.0 if root is None else self._kept_bytes(size, root, source, target))
@@ -103,6 +107,13 @@ class Conversions:
             backward.append(row_b)
             saved.append(row_s)
         return forward, backward, saved
+
+    def _is_call(self, source: Layout, target: Layout, *, carries: bool) -> bool:
+        """Whether the executor makes a conversion of it: something moves, forward or backward."""
+        sizes = self.mesh.axis_sizes
+        if transition(source.value, target.value, sizes):
+            return True
+        return carries and bool(transition(target.grad, source.grad, sizes))
 
     def _kept_bytes(self, size: float, root: float, source: Layout, target: Layout) -> float:
         """Bytes that a value holds where it is kept: converted, its own; else the whole storage

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from autoplan.cluster import Cluster, Curve, DeviceSpec, Flash, Link, Tiles
+from autoplan.cluster import Cluster, Curve, DeviceSpec, Flash, HostTimes, Link, Tiles
 from autoplan.cluster_format import COLLECTIVES
 from autoplan.errors import ProfileError
 from autoplan.units import FLOATING
@@ -50,6 +50,8 @@ class DeviceProfile:
         curves: Efficiency by kernel family, of the peak FLOP/s; under "memory" of the bandwidth.
         tiles: Of matmuls, where known.
         flash: Fused attention kernels by name.
+        elementwise: Op -> FLOP/s forward and backward of its arithmetic, where that is no peak.
+        host: Host times that add to the kernels'.
     """
 
     name: str
@@ -60,6 +62,8 @@ class DeviceProfile:
     curves: Mapping[str, Curve]
     tiles: Tiles | None
     flash: Mapping[str, Flash]
+    elementwise: Mapping[str, tuple[float, float]]
+    host: HostTimes
 
     @staticmethod
     def of(device: DeviceSpec) -> DeviceProfile:
@@ -79,6 +83,24 @@ class DeviceProfile:
             },
             tiles=kernel.tiles,
             flash={flash.name: flash for flash in kernel.flash},
+            elementwise={op: (ahead, back) for op, ahead, back in kernel.elementwise},
+            host=kernel.host,
+        )
+
+    def crowded(self, factor: float) -> DeviceProfile:
+        """The device where so many times more of them compute than there are cores for."""
+        if factor == 1.0:
+            return self
+        return replace(
+            self,
+            peak_flop_per_s={d: peak / factor for d, peak in self.peak_flop_per_s.items()},
+            bytes_per_s=self.bytes_per_s / factor,
+            launch_s=self.launch_s * factor,
+            elementwise={
+                op: (ahead / factor, back / factor)
+                for op, (ahead, back) in self.elementwise.items()
+            },
+            host=self.host.slowed(factor),
         )
 
     def sustained(self, share: float) -> DeviceProfile:
@@ -179,11 +201,17 @@ class Profiles:
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(cluster: Cluster) -> Profiles:
-        """The profiles of a cluster's device and links."""
+    def of(cluster: Cluster, num_devices: int = 0) -> Profiles:
+        """The profiles of a cluster's device and links.
+
+        Args:
+            cluster: Whose.
+            num_devices: That compute at once, and share the cores of their hosts; 0: all.
+        """
         inter, pair = cluster.inter_host, cluster.pair_link
+        device = DeviceProfile.of(cluster.device).sustained(cluster.device.kernel.sustained)
         return Profiles(
-            device=DeviceProfile.of(cluster.device).sustained(cluster.device.kernel.sustained),
+            device=device.crowded(cluster.crowding(num_devices or cluster.num_devices)),
             intra=LinkProfile(cluster.intra_host),
             inter=LinkProfile(inter) if inter else None,
             pair=LinkProfile(pair) if pair else None,

@@ -122,6 +122,8 @@ def _add_seconds(
             passes * stored + cast_bytes,
             value.stored_dtype or value.meta.dtype,
         ).time_s
+    if trainable:
+        optimizer_s += mesh.profiles.device.host.parameter_s
     table.optimizer_s.append(optimizer_s)
     accumulate_s = 0.0
     if trainable and strategy.zero < 3:

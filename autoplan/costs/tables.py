@@ -74,8 +74,12 @@ class MeshCosts:
         axis_sizes: tuple[int, ...],
         shard_size: int = 0,
         near: tuple[int, ...] = (),
+        num_devices: int = 0,
     ) -> MeshCosts:
-        """The prices of the mesh that these ranks form in row-major order."""
+        """The prices of the mesh that these ranks form in row-major order, while `num_devices` of
+        the cluster compute (0: all).
+        """
+        profiles = Profiles.of(cluster, num_devices)
         close = tuple(
             (n, axis_group(cluster, ranks, (axis_sizes[0] // n, n, *axis_sizes[1:]), 1))
             for n in near
@@ -84,12 +88,12 @@ class MeshCosts:
             axis_group(cluster, ranks, axis_sizes, axis) for axis in range(len(axis_sizes))
         )
         if not 0 < shard_size < axis_sizes[0]:
-            return MeshCosts(axis_sizes, groups, Profiles.of(cluster), near=close)
+            return MeshCosts(axis_sizes, groups, profiles, near=close)
         parted = (axis_sizes[0] // shard_size, shard_size, *axis_sizes[1:])
         return MeshCosts(
             axis_sizes,
             groups,
-            Profiles.of(cluster),
+            profiles,
             shard_size,
             shards=axis_group(cluster, ranks, parted, 1),
             replicas=axis_group(cluster, ranks, parted, 0),

@@ -207,4 +207,5 @@ def mesh_costs(
     """The mesh of the candidate's first stage; stages are blocks of the cluster in rank order."""
     count = candidate.dp * candidate.tp
     ranks = tuple(cluster.ranks[:count])
-    return MeshCosts.of(cluster, ranks, (candidate.dp, candidate.tp), shard_size, near)
+    sizes = (candidate.dp, candidate.tp)
+    return MeshCosts.of(cluster, ranks, sizes, shard_size, near, candidate.num_devices)

@@ -79,7 +79,10 @@ class CandidateSolver:
         self.stage_layers, self.time_limit_s = stage_layers, time_limit_s
         self.folded, self.graph = tables.folded, self.work.graph
         self.in_flight = self.work.in_flight
-        self.passes = candidate.num_microbatches + candidate.pp - 1
+        self.crowding = cluster.crowding(candidate.num_devices)
+        # stages that share cores work on while others wait: then there is no bubble to bound
+        waits = candidate.pp - 1 if self.crowding == 1.0 else 0
+        self.passes = candidate.num_microbatches + waits
 
     # -- the integer program
 
@@ -417,7 +420,9 @@ class CandidateSolver:
             where = self.repeated.first_place
             shared = tuple((tuple(where(i) for i in users), held) for users, held in shared)
         return partition_layers(
-            LayerCosts(**columns, send_s=np.array(send_s), shared=shared),
+            LayerCosts(
+                **columns, send_s=np.array(send_s), shared=shared, crowding=self.crowding
+            ),
             self.candidate.pp,
             self.candidate.num_microbatches,
             schedule=self.candidate.schedule,

@@ -58,6 +58,7 @@ class LayerCosts:
         send_s: (layers - 1,) seconds to send one microbatch over the boundary after each layer.
         shared: (layers, bytes) of every tied parameter: it is in `held_bytes` of each of the
             layers, and a stage that has several of them holds it once.
+        crowding: Devices per core, as of `schedule.replay`.
     """
 
     forward_s: Floats
@@ -68,6 +69,7 @@ class LayerCosts:
     transient_bytes: Floats
     send_s: Floats
     shared: tuple[tuple[tuple[int, ...], float], ...] = ()
+    crowding: float = 1.0
 
     @property
     def num_points(self) -> int:
@@ -397,7 +399,7 @@ def _replayed(
     backward = [float(costs.backward_s[run].sum()) if schedule.trains else 0.0 for run in runs]
     once = [float(costs.step_s[run].sum()) if schedule.trains else 0.0 for run in runs]
     send = [float(costs.send_s[last - 1]) for _, last in bounds[:-1]]
-    finish = finish_times(schedule, forward, backward, send)
+    finish = finish_times(schedule, forward, backward, send, costs.crowding)
     busy = [
         f + b + before + (after if schedule.trains else 0.0)
         for f, b, before, after in zip(forward, backward, [0.0, *send], [*send, 0.0])

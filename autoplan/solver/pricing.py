@@ -88,6 +88,12 @@ class Pricing:
             for i, price in enumerate(result)
         ]
 
+    def _runtime_s(self) -> float:
+        """A layer's part of what the pipeline's runtime takes for one microbatch, one way."""
+        pp, layers = self.work.candidate.pp, len(self.work.layers.layers)
+        host = self.tables.mesh.profiles.device.host
+        return host.microbatch_s * pp / layers if pp > 1 else 0.0
+
     def _shared_ops(self) -> tuple[str, ...]:
         of = self.folded.representative
         layered = {of.get(n, n) for layer in self.work.layers.layers for n in layer.ops}

@@ -215,12 +215,14 @@ class Search:
         """A bound that needs no tables: the model's products at the best rate that any kernel has,
         on all devices, and the bubble of even stages.
         """
-        device = Profiles.of(self.cluster).device
+        device = Profiles.of(self.cluster, candidate.num_devices).device
         rate = device.peak(self.space.dtype)[0] * best_share(device)
         flop = self.space.training_flop if self.training else self.space.forward_flop
         work = (flop + (self.space.block_flop if candidate.recompute else 0.0)) / (
             rate * candidate.num_devices
         )
+        if self.cluster.crowding(candidate.num_devices) > 1.0:
+            return work  # stages that share cores work on while others wait
         return work * (1.0 + (candidate.pp - 1) / candidate.num_microbatches)
 
     def _descend(self, members: list[Candidate]) -> None:
