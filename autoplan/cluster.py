@@ -66,8 +66,9 @@ class Link:
         efficiency: (collective, share of the bandwidth it reaches); "all": those not listed.
         rank_efficiency: (number of ranks, share) where the wiring serves some counts worse.
         switch_share: Share of the bandwidth at which the switch itself reduces; None: it cannot.
-        tables: (collective, number of ranks, ((bytes, seconds), ...)) as measured inside a host;
-            these beat the numbers above.
+        tables: (collective, number of ranks, ((bytes, seconds), ...)) as measured inside a host,
+            or between hosts while every device of each takes part in some group; these beat the
+            numbers above.
         source: Where latency and efficiencies come from, as in `Curve`.
 
     Raises:

@@ -40,10 +40,9 @@ def collective_time(profiles: Profiles, kind: str, size_bytes: float, group: Gro
     if group.num_ranks == 1:
         return NOTHING
     local, inter = _links(profiles, group)
-    if inter is None:
-        table = local.measured(kind, group.num_ranks, size_bytes)
-        if table is not None:
-            return table
+    table = (inter or local).measured(kind, group.num_ranks, size_bytes)
+    if table is not None:
+        return table
     slowest = inter or local
     source: Source = "assumed" if "assumed" in (local.source, slowest.source) else "alpha-beta"
     launch_s = max(local.link.launch_s, slowest.link.launch_s)

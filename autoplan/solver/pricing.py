@@ -82,6 +82,9 @@ class Pricing:
             if layer.block_class not in by_class:
                 by_class[layer.block_class] = self._layer_price(layer.ops)
             result.append(by_class[layer.block_class])
+        for price in by_class.values():
+            price.forward_s += self._runtime_s()
+            price.backward_s += self._runtime_s() if self.work.training else 0.0
         common, in_flight = self._layer_price(self._shared_ops()), self.work.in_flight
         return [
             _plus(price, common, first=i == 0, in_flight=in_flight)
