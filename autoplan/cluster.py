@@ -308,6 +308,8 @@ def _device_of(fields: Fields) -> DeviceSpec:
         sustained=fields["sustained"],
         elementwise=fields["elementwise"],
         host=HostTimes(**fields["host"]),
+        packing_bytes_per_s=fields["packing_bytes_per_s"],
+        update_factor=fields["update_factor"],
         **curves,
     )
     names = ("name", "memory_bytes", "memory_bytes_per_s", "peak_flop_per_s")

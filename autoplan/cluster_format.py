@@ -78,6 +78,8 @@ class _Kernel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     sustained: Share = 1.0
     elementwise_GFLOPs: dict[str, tuple[Positive, Positive]] = {}
     host_us: _Host = _Host()
+    packing_GBps: Positive | None = None
+    update_factor: Positive = 1.0
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -386,6 +388,8 @@ def _device_fields(document: _Device) -> Fields:
             (op, _si(ahead, 9), _si(back, 9))
             for op, (ahead, back) in sorted(document.kernel.elementwise_GFLOPs.items())
         ),
+        "packing_bytes_per_s": _si(document.kernel.packing_GBps, 9),
+        "update_factor": document.kernel.update_factor,
         "host": {
             f"{key}_s": tuple(_si(t, -6) for t in us) if isinstance(us, tuple) else _si(us, -6)
             for key, us in msgspec.structs.asdict(document.kernel.host_us).items()
@@ -461,6 +465,8 @@ def _device_json(device: DeviceSpec) -> dict[str, Any]:
             "elementwise_GFLOPs": {
                 op: [_si(ahead, -9), _si(back, -9)] for op, ahead, back in kernel.elementwise
             },
+            "packing_GBps": _unit(kernel.packing_bytes_per_s, 9),
+            "update_factor": kernel.update_factor,
             "host_us": {
                 key.removesuffix("_s"): [_si(t, 6) for t in seconds]
                 if isinstance(seconds, tuple)

@@ -124,6 +124,9 @@ class KernelSpec:
         elementwise: (op, FLOP/s forward, backward) of ops whose arithmetic binds them before the
             memory does, where it runs below the peak: "tanh" on a CPU.
         host: Host times that add to the kernels'.
+        packing_bytes_per_s: At which products bring operands and result into the layout of their
+            inner loops, before and after the arithmetic. math.inf: in the same pass.
+        update_factor: Bytes that the optimizer's update moves, over those of one fused kernel.
     """
 
     launch_s: float = 0.0
@@ -137,6 +140,8 @@ class KernelSpec:
     sustained: float = 1.0
     elementwise: tuple[tuple[str, float, float], ...] = ()
     host: HostTimes = HostTimes()
+    packing_bytes_per_s: float = math.inf
+    update_factor: float = 1.0
 
     def __post_init__(self) -> None:
         require(0 <= self.launch_s < math.inf, f"launch {self.launch_s} s", "seconds >= 0")

@@ -87,6 +87,8 @@ def kernel_time(
             time_s = flop * (1.0 + half / keys) / (peak * share)
         else:
             time_s = _roof_time(flop, peak, curve)
+            if family == "matmul":
+                time_s += num_bytes / profile.packing_bytes_per_s
         terms.append((time_s, curve.source if stated else "assumed"))
     time_s, source = max(terms, key=lambda term: term[0])
     return Cost(time_s, "assumed" if source == "assumed" else "roofline")

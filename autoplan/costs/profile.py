@@ -52,6 +52,7 @@ class DeviceProfile:
         flash: Fused attention kernels by name.
         elementwise: Op -> FLOP/s forward and backward of its arithmetic, where that is no peak.
         host: Host times that add to the kernels'.
+        packing_bytes_per_s, update_factor: As of `KernelSpec`.
     """
 
     name: str
@@ -64,6 +65,8 @@ class DeviceProfile:
     flash: Mapping[str, Flash]
     elementwise: Mapping[str, tuple[float, float]]
     host: HostTimes
+    packing_bytes_per_s: float
+    update_factor: float
 
     @staticmethod
     def of(device: DeviceSpec) -> DeviceProfile:
@@ -85,6 +88,8 @@ class DeviceProfile:
             flash={flash.name: flash for flash in kernel.flash},
             elementwise={op: (ahead, back) for op, ahead, back in kernel.elementwise},
             host=kernel.host,
+            packing_bytes_per_s=kernel.packing_bytes_per_s,
+            update_factor=kernel.update_factor,
         )
 
     def crowded(self, factor: float) -> DeviceProfile:
@@ -101,6 +106,7 @@ class DeviceProfile:
                 for op, (ahead, back) in self.elementwise.items()
             },
             host=self.host.slowed(factor),
+            packing_bytes_per_s=self.packing_bytes_per_s / factor,
         )
 
     def sustained(self, share: float) -> DeviceProfile:

@@ -112,7 +112,8 @@ def _add_seconds(
     gradient_s = once_s - gather_s
     stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)
-    passes = STEP_PASSES[wishes.optimizer] if trainable else 0
+    device = mesh.profiles.device
+    passes = STEP_PASSES[wishes.optimizer] * device.update_factor if trainable else 0.0
     cast_bytes = stored + in_use if value.stored_dtype else 0.0
     if passes or cast_bytes:
         optimizer_s = kernel_time(

@@ -59,6 +59,30 @@ def fit_line(points: list[tuple[float, float]]) -> Line:
     return Line(float(fixed), float(1.0 / slope), error)
 
 
+def fit_terms(rows: list[tuple[float, ...]], seconds: list[float]) -> tuple[list[float], float]:
+    """Coefficients c >= 0 of seconds = sum of c_i * x_i with the least relative errors, and the
+    mean of |fitted / measured - 1|.
+
+    Args:
+        rows: (x_0, x_1, ...) of each point; at least as many points as terms.
+        seconds: Measured, > 0.
+
+    Source: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23; with so few terms
+    all sets of active ones are tried.
+    """
+    x, t = np.array(rows, dtype=np.float64), np.array(seconds, dtype=np.float64)
+    scaled, best, chosen = x / t[:, None], np.inf, np.zeros(x.shape[1])
+    for active in range(1, 1 << x.shape[1]):
+        columns = [i for i in range(x.shape[1]) if active >> i & 1]
+        found = np.linalg.lstsq(scaled[:, columns], np.ones_like(t), rcond=None)[0]
+        residual = float(((scaled[:, columns] @ found - 1.0) ** 2).sum())
+        if (found >= 0.0).all() and residual < best:
+            best, chosen = residual, np.zeros(x.shape[1])
+            chosen[columns] = found
+    error = float(np.abs(scaled @ chosen - 1.0).mean())
+    return [float(c) for c in chosen], error
+
+
 def rising(rows: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """(bytes, seconds) in the order of bytes, seconds never falling: more bytes are never faster,
     so a point that is slower than a larger one was disturbed and takes the larger one's time.

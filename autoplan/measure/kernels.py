@@ -9,6 +9,7 @@ Python costs is `host.py`, what links cost `links.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ import torch
 from autoplan.costs.kernels import Kernel, backward_kernels, forward_kernels
 from autoplan.graph import Op, TensorMeta
 from autoplan.measure.clock import Row, Timing, summarize, time_call
-from autoplan.measure.fit import Line, fit_line
+from autoplan.measure.fit import Line, fit_line, fit_terms
 from autoplan.measure.host import HostTimings
 
 Tensor = torch.Tensor
@@ -27,16 +28,23 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 # (m, k, n) of products, (batch, heads, tokens, width) of attention; the second of each pair is what
 # --quick leaves out
 PRODUCTS = (
-    ((32, 64, 64), (64, 256, 256), (256, 256, 1024), (512, 512, 512), (256, 768, 3072)),
-    ((128, 128, 128), (1024, 256, 512), (1024, 1024, 1024), (4096, 1024, 1024)),
+    (
+        (64, 64, 64),
+        (16, 256, 1024),
+        (64, 1024, 256),
+        (32, 768, 3072),
+        (256, 256, 1024),
+        (256, 768, 3072),
+    ),
+    ((128, 128, 128), (16, 1024, 1024), (1024, 256, 512), (1024, 1024, 1024), (4096, 1024, 1024)),
 )
 ATTENTION = (
     ((4, 4, 32, 16), (16, 8, 64, 16), (4, 8, 64, 48), (2, 8, 256, 64)),
     ((8, 8, 128, 32), (1, 8, 1024, 64)),
 )
 # elements of each operand of an addition, more than a core's own caches hold
-STREAMED = ((1 << 18, 1 << 19, 1 << 21), (1 << 23,))
-ELEMENTS = 1 << 18  # at which elementwise arithmetic is timed
+STREAMED = ((1 << 20, 1 << 21), (1 << 22, 1 << 23))
+ELEMENTS = 1 << 19  # at which elementwise arithmetic is timed
 GPU_SCALE = 8  # a GPU's products are so many times longer in every dim
 
 
@@ -61,6 +69,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "cat": lambda x: ATEN.cat.default([x, x.detach()], -1),
     "mse_loss": lambda x: ATEN.mse_loss.default(x, x.detach()),
 }
+UPDATED = 1 << 20  # elements of the parameter whose update is timed
 WIDTH = 256  # of the last dim of elementwise operands
 
 
@@ -71,6 +80,8 @@ class DeviceTimings:
     Attributes:
         peaks: By dtype, FLOP/s of long products.
         product, attention: Lines over FLOP in float32.
+        packing_bytes_per_s: Of a product's operands and result, beside its arithmetic.
+        update_factor: Bytes of AdamW's update over those of one fused kernel.
         memory: Line over bytes.
         elementwise: Op -> FLOP/s forward and backward.
         launch_s: Of the shortest kernel, the host's part taken off.
@@ -79,6 +90,8 @@ class DeviceTimings:
 
     peaks: dict[str, float]
     product: Line
+    packing_bytes_per_s: float
+    update_factor: float
     attention: Line
     memory: Line
     elementwise: dict[str, tuple[float, float]]
@@ -132,7 +145,7 @@ def measure_device(
     """
     meter, rows = _Meter(device, batch_s, host), []
     scale = GPU_SCALE if device.type == "cuda" else 1
-    product = _products(meter, _chosen(PRODUCTS, quick), scale)
+    product, packing = _products(meter, _chosen(PRODUCTS, quick), scale)
     rows.append(meter.row("matmul"))
     peaks = _peaks(meter, product, scale)
     rows.append(meter.row(f"matmul in {', '.join(peaks)}"))
@@ -140,6 +153,8 @@ def measure_device(
     rows.append(meter.row("attention"))
     memory = _memory(meter, _chosen(STREAMED, quick), scale * scale)
     rows.append(meter.row("passes over memory"))
+    factor = _update(meter, memory)
+    rows.append(meter.row("AdamW of a large parameter"))
     elementwise = {}
     if device.type == "cpu":  # on a GPU the memory binds them
         elementwise = _elementwise(meter)
@@ -147,23 +162,30 @@ def measure_device(
     shortest = meter.randn(1)
     launch_s = meter.forward_s(lambda: ATEN.add.Tensor(shortest, shortest))
     rows.append(meter.row("shortest kernel"))
-    return DeviceTimings(peaks, product, attention, memory, elementwise, launch_s, rows)
+    return DeviceTimings(
+        peaks, product, packing, factor, attention, memory, elementwise, launch_s, rows
+    )
 
 
 def _chosen(choice: tuple[tuple[object, ...], tuple[object, ...]], quick: bool) -> tuple[object, ...]:
     return choice[0] if quick else choice[0] + choice[1]
 
 
-def _products(meter: _Meter, shapes: tuple[object, ...], scale: int) -> Line:
-    points = []
+def _products(meter: _Meter, shapes: tuple[object, ...], scale: int) -> tuple[Line, float]:
+    """A line over FLOP, and bytes per second of what adds to it by operands and result."""
+    rows, times = [], []
     for shape in shapes:
         m, k, n = (int(size) * scale for size in shape)  # type: ignore[attr-defined]
         x, w = meter.randn(m, k), meter.randn(n, k)
-        flop = 2.0 * m * k * n
-        points.append((flop, meter.forward_s(lambda: ATEN.linear.default(x, w))))
+        row = 1.0, 2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)
         out = ATEN.linear.default(x, w)
-        points.append((flop, meter.backward_s(out, [x, w]) / 2))
-    return fit_line(points)
+        rows += [row, row]
+        times.append(meter.forward_s(lambda: ATEN.linear.default(x, w)))
+        times.append(meter.backward_s(out, [x, w]) / 2)
+    if meter.device.type == "cuda":  # there the memory works while the products do
+        return fit_line([(row[1], t) for row, t in zip(rows, times)]), math.inf
+    (fixed_s, per_flop, per_byte), error = fit_terms(rows, times)
+    return Line(fixed_s, 1.0 / per_flop, error), 1.0 / per_byte if per_byte else math.inf
 
 
 def _peaks(meter: _Meter, product: Line, scale: int) -> dict[str, float]:
@@ -198,6 +220,23 @@ def _memory(meter: _Meter, counts: tuple[object, ...], scale: int) -> Line:
         x, y = (torch.ones(int(count) * scale, device=meter.device) for _ in range(2))  # type: ignore[call-overload]
         points.append((12.0 * x.numel(), meter.forward_s(lambda: ATEN.add.Tensor(x, y))))
     return fit_line(points)
+
+
+def _update(meter: _Meter, memory: Line) -> float:
+    """Bytes that AdamW's update moves over those of a fused one, which reads four tensors and
+    writes three.
+    """
+    parameter = torch.nn.Parameter(torch.ones(UPDATED, device=meter.device))
+    parameter.grad = torch.ones_like(parameter)
+    small = torch.nn.Parameter(torch.ones(1, device=meter.device))
+    small.grad = torch.ones_like(small)
+    times = [
+        time_call(torch.optim.AdamW([p]).step, meter.device, meter.batch_s)
+        for p in (parameter, small)
+    ]
+    meter.timings.append(times[0])
+    moved = (times[0].best_s - times[1].best_s) * memory.rate
+    return max(1.0, moved / (7.0 * 4.0 * UPDATED))
 
 
 def _elementwise(meter: _Meter) -> dict[str, tuple[float, float]]:

@@ -82,9 +82,14 @@ def _device(machine: Machine, host: HostTimings, device: DeviceTimings) -> dict[
             "memory": {"share": 1.0, "half_MB": _short(memory.half / 1e6)},
         },
     }
+    kernel["update_factor"] = _short(device.update_factor)
+    if math.isfinite(device.packing_bytes_per_s):
+        kernel["packing_GBps"] = _short(device.packing_bytes_per_s / 1e9)
     notes = {
         "peak_TFLOPs": f"long products, float32 by the fit over products; {_row(device, 'matmul')}",
         "memory_GBps": f"additions; {_row(device, 'passes')}; {_error(memory)}",
+        "kernel.packing_GBps": f"{_row(device, 'matmul')}; {_error(device.product)}",
+        "kernel.update_factor": _row(device, "AdamW"),
         "kernel.launch_us": _row(device, "shortest"),
         "kernel.efficiency.matmul": f"{_row(device, 'matmul')}; {_error(device.product)}",
         "kernel.efficiency.attention": f"{_row(device, 'attention')}; {_error(device.attention)}",
