@@ -93,7 +93,7 @@ MORE = (
     "dp=4,tp=1,pp=1,zero=3,num_microbatches=2",
     "dp=2,tp=2,pp=1,zero=2,num_microbatches=4",
     "dp=1,tp=1,pp=4,zero=0,num_microbatches=4,schedule=gpipe",
-    "dp=1,tp=1,pp=2,zero=0,num_microbatches=8",
+    "dp=2,tp=1,pp=2,zero=0,num_microbatches=8,schedule=gpipe",
     "dp=1,tp=4,pp=1,zero=0,num_microbatches=2,recompute=true",
 )
 MODELS = ("mlp-256-8-256", "mlp-768-4-256", "gpt-128-4-16-64", "gpt-384-4-16-64", "llama-256-4-16-64")

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that run something on this machine: demo."""
+"""Commands that run something on this machine: demo, profile."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import click
 
-from autoplan.cli.group import cli, common
+from autoplan.cli.group import cli, common, emit
+from autoplan.errors import ClusterError
 
 
 @cli.command()
@@ -22,3 +26,44 @@ def demo(
 
     code = run_demo(cluster=cluster, pins=pins, steps=steps, output=output, json=as_json)
     click.get_current_context().exit(code)
+
+
+@cli.command()
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), required=True, help="The cluster file."
+)
+@click.option("--quick", is_flag=True, help="Fewer points: under a minute.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    help="To start here; default: one for each CUDA device, else for each core.",
+)
+@common
+def profile(
+    output: str, quick: bool, processes: int | None, as_json: bool, quiet: bool
+) -> None:
+    """Measure this machine and write a cluster file; under torchrun, all its machines."""
+    from autoplan.measure.launch import default_processes, measure_cluster
+
+    if not quiet:
+        click.echo("measuring; a few minutes, --quick takes one", err=True)
+    found = measure_cluster(processes or default_processes(), quick=quick)
+    if found is None:  # another rank of an outer torchrun writes
+        return
+    try:
+        Path(output).write_text(json.dumps(found["cluster"], indent=1) + "\n")
+    except OSError as problem:
+        raise ClusterError(
+            f"cannot write {output}: {problem.strerror}. Give a path in a folder that exists."
+        ) from problem
+    if as_json:
+        emit({"output": output, **found})
+        return
+    click.echo(f"{'measured':<46}{'points':>7}{'least us':>12}{'most us':>12}{'spread':>8}")
+    for row in found["rows"]:
+        least, most = row["least_s"] * 1e6, row["most_s"] * 1e6
+        click.echo(
+            f"{row['what']:<46}{row['num_points']:>7}{least:>12.1f}{most:>12.1f}"
+            f"{row['spread']:>8.0%}"
+        )
+    click.echo(f"wrote {output}: autoplan plan FILE.py:FUNCTION --cluster {output}")
