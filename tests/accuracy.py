@@ -120,7 +120,9 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 def report(outcomes: list[Outcome], load: float, cores: int) -> dict[str, float]:
     """Prints the table; the figures."""
-    print(f"{'plan':<62}{'predicted':>10}{'wall':>8}{'median':>8}{'work':>8}{'error':>8}{'of work':>8}")
+    print(
+        f"{'plan':<62}{'predicted':>10}{'wall':>8}{'median':>8}{'work':>8}{'error':>8}{'of work':>8}"
+    )
     for o in outcomes:
         print(
             f"{o.case!s:<62}{o.predicted_s * 1e3:>10.1f}{o.wall_s * 1e3:>8.1f}"
@@ -180,7 +182,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name, Namespaces(options.two_hosts) as hosts:
         folder = Path(name)
-        launch(hosts, WORLD, ["-m", "autoplan", "profile", "--quick", "-o", str(folder / "it.json")])
+        launch(
+            hosts, WORLD, ["-m", "autoplan", "profile", "--quick", "-o", str(folder / "it.json")]
+        )
         cluster = autoplan.Cluster.load(folder / "it.json")
         chosen = cases(options.two_hosts)[:: options.every]
         plans = plan_all(cluster, chosen)
@@ -188,9 +192,7 @@ def main() -> None:
         (folder / "jobs.json").write_text(json.dumps(jobs))
         began, busy = time.perf_counter(), busy_s()
         arguments = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-        ours = launch(
-            hosts, WORLD, ["-m", "tests.accuracy", "--rank", str(folder), *arguments]
-        )
+        ours = launch(hosts, WORLD, ["-m", "tests.accuracy", "--rank", str(folder), *arguments])
         load = (busy_s() - busy - ours) / (time.perf_counter() - began)
         result = json.loads((folder / "result.json").read_text())
     cores = len(os.sched_getaffinity(0))

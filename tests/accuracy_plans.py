@@ -40,7 +40,10 @@ def build(name: str) -> tuple[nn.Module, Batch]:
         torch.manual_seed(3)
         if kind == "mlp":
             width, depth, rows = sizes
-            return MLP(width, depth), {"x": torch.randn(rows, width), "target": torch.randn(rows, 4)}
+            return MLP(width, depth), {
+                "x": torch.randn(rows, width),
+                "target": torch.randn(rows, 4),
+            }
         hidden, layers, rows, tokens = sizes
         ids = torch.randint(0, 512, (rows, tokens))
         model = _gpt(hidden, layers, tokens) if kind == "gpt" else _llama(hidden, layers, tokens)
@@ -96,7 +99,13 @@ MORE = (
     "dp=2,tp=1,pp=2,zero=0,num_microbatches=8,schedule=gpipe",
     "dp=1,tp=4,pp=1,zero=0,num_microbatches=2,recompute=true",
 )
-MODELS = ("mlp-256-8-256", "mlp-768-4-256", "gpt-128-4-16-64", "gpt-384-4-16-64", "llama-256-4-16-64")
+MODELS = (
+    "mlp-256-8-256",
+    "mlp-768-4-256",
+    "gpt-128-4-16-64",
+    "gpt-384-4-16-64",
+    "llama-256-4-16-64",
+)
 
 
 def cases(two_hosts: bool = False) -> list[Case]:
@@ -104,7 +113,11 @@ def cases(two_hosts: bool = False) -> list[Case]:
     if two_hosts:
         return [Case(m, p) for m in ("mlp-256-8-256", "gpt-128-4-16-64") for p in LAYOUTS]
     every = [Case(m, p) for m in MODELS for p in LAYOUTS]
-    return every + [Case("gpt-128-4-16-64", p) for p in MORE[:3]] + [Case("llama-256-4-16-64", p) for p in MORE[3:]]
+    return (
+        every
+        + [Case("gpt-128-4-16-64", p) for p in MORE[:3]]
+        + [Case("llama-256-4-16-64", p) for p in MORE[3:]]
+    )
 
 
 def parse_pins(text: str) -> autoplan.Pins:
@@ -112,5 +125,7 @@ def parse_pins(text: str) -> autoplan.Pins:
     values: dict[str, object] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
-        values[key] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+        values[key] = (
+            int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+        )
     return autoplan.Pins(**values)  # type: ignore[arg-type]

@@ -39,9 +39,7 @@ def demo(
     help="To start here; default: one for each CUDA device, else for each core.",
 )
 @common
-def profile(
-    output: str, quick: bool, processes: int | None, as_json: bool, quiet: bool
-) -> None:
+def profile(output: str, quick: bool, processes: int | None, as_json: bool, quiet: bool) -> None:
     """Measure this machine and write a cluster file; under torchrun, all its machines."""
     from autoplan.measure.launch import default_processes, measure_cluster
 

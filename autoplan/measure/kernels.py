@@ -167,7 +167,9 @@ def measure_device(
     )
 
 
-def _chosen(choice: tuple[tuple[object, ...], tuple[object, ...]], quick: bool) -> tuple[object, ...]:
+def _chosen(
+    choice: tuple[tuple[object, ...], tuple[object, ...]], quick: bool
+) -> tuple[object, ...]:
     return choice[0] if quick else choice[0] + choice[1]
 
 

@@ -420,9 +420,7 @@ class CandidateSolver:
             where = self.repeated.first_place
             shared = tuple((tuple(where(i) for i in users), held) for users, held in shared)
         return partition_layers(
-            LayerCosts(
-                **columns, send_s=np.array(send_s), shared=shared, crowding=self.crowding
-            ),
+            LayerCosts(**columns, send_s=np.array(send_s), shared=shared, crowding=self.crowding),
             self.candidate.pp,
             self.candidate.num_microbatches,
             schedule=self.candidate.schedule,
