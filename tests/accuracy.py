@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.accuracy`: predicted against measured step times of the executor on this machine.
+"""`python -m tests.accuracy`: predicted against measured step times on this machine.
 
 Measures the machine (`autoplan profile --quick`), prices every plan of `accuracy_plans.py` with it,
 runs each on four processes through `autoplan.parallelize` (forward, backward, AdamW), and prints
@@ -121,7 +121,8 @@ def spearman(a: list[float], b: list[float]) -> float:
 def report(outcomes: list[Outcome], load: float, cores: int) -> dict[str, float]:
     """Prints the table; the figures."""
     print(
-        f"{'plan':<62}{'predicted':>10}{'wall':>8}{'median':>8}{'work':>8}{'error':>8}{'of work':>8}"
+        f"{'plan':<62}{'predicted':>10}{'wall':>8}{'median':>8}{'work':>8}"
+        f"{'error':>8}{'of work':>8}"
     )
     for o in outcomes:
         print(
@@ -153,7 +154,8 @@ def report(outcomes: list[Outcome], load: float, cores: int) -> dict[str, float]
     for name in ("wall", "work"):
         print(
             f"against {name}: mean |error| {figures[f'mape_{name}']:.1%}, "
-            f"bias {figures[f'bias_{name}']:+.1%}, rank correlation {figures[f'spearman_{name}']:.3f}"
+            f"bias {figures[f'bias_{name}']:+.1%}, "
+            f"rank correlation {figures[f'spearman_{name}']:.3f}"
         )
     print(f"the fastest plan of a model is among its predicted three: {hits} of {len(models)}")
     return figures

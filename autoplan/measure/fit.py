@@ -7,6 +7,7 @@ by least squares of relative errors, so that small and large points count alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +60,7 @@ def fit_line(points: list[tuple[float, float]]) -> Line:
     return Line(float(fixed), float(1.0 / slope), error)
 
 
-def fit_terms(rows: list[tuple[float, ...]], seconds: list[float]) -> tuple[list[float], float]:
+def fit_terms(rows: Sequence[tuple[float, ...]], seconds: list[float]) -> tuple[list[float], float]:
     """Coefficients c >= 0 of seconds = sum of c_i * x_i with the least relative errors, and the
     mean of |fitted / measured - 1|.
 

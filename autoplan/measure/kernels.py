@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -182,7 +183,7 @@ def _products(meter: _Meter, shapes: tuple[object, ...], scale: int) -> tuple[Li
         row = 1.0, 2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)
         out = ATEN.linear.default(x, w)
         rows += [row, row]
-        times.append(meter.forward_s(lambda: ATEN.linear.default(x, w)))
+        times.append(meter.forward_s(partial(ATEN.linear.default, x, w)))
         times.append(meter.backward_s(out, [x, w]) / 2)
     if meter.device.type == "cuda":  # there the memory works while the products do
         return fit_line([(row[1], t) for row, t in zip(rows, times)]), math.inf
@@ -196,7 +197,7 @@ def _peaks(meter: _Meter, product: Line, scale: int) -> dict[str, float]:
     times = {}
     for dtype in DTYPES:
         x, w = meter.randn(size, size, dtype=dtype), meter.randn(size, size, dtype=dtype)
-        times[dtype] = meter.forward_s(lambda: ATEN.linear.default(x, w))
+        times[dtype] = meter.forward_s(partial(ATEN.linear.default, x, w))
     return {dtype: product.rate * times["float32"] / t for dtype, t in times.items()}
 
 
@@ -206,10 +207,7 @@ def _attention(meter: _Meter, shapes: tuple[object, ...]) -> Line:
         batch, heads, tokens, width = (int(size) for size in shape)  # type: ignore[attr-defined]
         q, k, v = (meter.randn(batch, heads, tokens, width) for _ in range(3))
 
-        def call() -> Tensor:
-            out: Tensor = ATEN.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)
-            return out
-
+        call = partial(ATEN.scaled_dot_product_attention.default, q, k, v, None, 0.0, True)
         flop = 2.0 * batch * heads * tokens * tokens * width
         points.append((flop, meter.forward_s(call)))
         points.append((2.5 * flop, meter.backward_s(call(), [q, k, v])))
@@ -220,7 +218,7 @@ def _memory(meter: _Meter, counts: tuple[object, ...], scale: int) -> Line:
     points = []
     for count in counts:
         x, y = (torch.ones(int(count) * scale, device=meter.device) for _ in range(2))  # type: ignore[call-overload]
-        points.append((12.0 * x.numel(), meter.forward_s(lambda: ATEN.add.Tensor(x, y))))
+        points.append((12.0 * x.numel(), meter.forward_s(partial(ATEN.add.Tensor, x, y))))
     return fit_line(points)
 
 
@@ -246,7 +244,7 @@ def _elementwise(meter: _Meter) -> dict[str, tuple[float, float]]:
     found = {}
     for stem, call in ELEMENTWISE.items():
         x = meter.randn(ELEMENTS // WIDTH, WIDTH)
-        ahead_s = meter.forward_s(lambda: call(x))
+        ahead_s = meter.forward_s(partial(call, x))
         out = call(x)
         back_s = meter.backward_s(out, [x])
         ahead, back = _flop(stem, x, out)

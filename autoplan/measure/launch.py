@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def _hosts(world: int) -> int:
     every: list[object] = [None] * world
     dist.all_gather_object(every, os.environ.get("GROUP_RANK", "0"))
     counts = Counter(str(host) for host in every)
-    blocks = sum(a != b for a, b in zip(every, every[1:])) + 1
+    blocks = sum(a != b for a, b in pairwise(every)) + 1
     if len(set(counts.values())) > 1 or blocks != len(counts):
         raise ClusterError(
             f"the hosts of this launch have {sorted(counts.values())} processes: expected the same "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,7 @@ def measure_links(
             points = tables.setdefault(kind, {}).setdefault(shape.size, [])
             for size in sizes:
                 x = _local(kind, size, shape.size, device)
-                timing = _time(lambda: run_moves(x, (move,), ranks), device, batch_s)
+                timing = _time(partial(run_moves, x, (move,), ranks), device, batch_s)
                 timings.append(timing)
                 points.append((float(size), timing.best_s))
             found.rows.append(summarize(f"{kind}, {shape}", timings))
