@@ -6,6 +6,7 @@ Each model branches in a way of its own; the graph must hold the ops of the righ
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -135,9 +136,19 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("branch", "reason"), REFUSED, ids=lambda b: getattr(b, "__name__", ""))
-def test_refused(branch: Branch, reason: str) -> None:
+def test_refused(branch: Branch, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CaptureError, match=rf"in {branch.__name__}.* {reason}"):
         targets_of(branch)
+    assert capsys.readouterr().err == "", "the message says it all"
+
+
+def test_what_a_model_writes_to_stderr_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    def talking(y: Tensor) -> Tensor:
+        print("a model talks", file=sys.stderr)
+        return y.sin()
+
+    targets_of(talking)
+    assert "a model talks" in capsys.readouterr().err
 
 
 class HalfOnMeta(nn.Module):

@@ -93,14 +93,17 @@ class Entry:
         Raises:
             Exception: Whatever transformers raises for a configuration it cannot build.
         """
-        config = CONFIG_MAPPING[self.family]()
+        made, config = getattr(transformers, self.class_name), CONFIG_MAPPING[self.family]()
+        if made.config_class is config.sub_configs.get("text_config"):
+            config = config.get_text_config()  # as AutoModelForCausalLM.from_config does
         _cut(config, self.size)
+        _complete(config)
         if hasattr(config, "use_cache"):
             config.use_cache = False
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with torch.device(device):
-                model = getattr(transformers, self.class_name)(config).train()
+                model = made(config).train()
                 inputs = (
                     _images(config, batch) if self.task == "image" else _tokens(config, batch, seq)
                 )
@@ -147,8 +150,22 @@ def _cut(config: PretrainedConfig, size: str) -> None:
                 _set(part, name, 0.0)
 
 
+def _complete(config: PretrainedConfig) -> None:
+    """What every checkpoint's configuration has and some defaults lack."""
+    own = vars(config)
+    heads, hidden = own.get("num_attention_heads"), own.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int):
+        for name, value in (("num_key_value_heads", heads), ("head_dim", hidden // heads)):
+            if name in own and own[name] is None:
+                _set(config, name, value)
+    if not hasattr(config, "pad_token_id"):
+        _set(config, "pad_token_id", None)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        _set(config, "decoder_start_token_id", config.pad_token_id or 0)
+
+
 def _is_dropout(name: str) -> bool:
-    return "dropout" in name or "pdrop" in name or name.endswith("_drop") or name == "layerdrop"
+    return "dropout" in name or "pdrop" in name or name.endswith(("_drop", "layerdrop"))
 
 
 def _shrink(part: PretrainedConfig) -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import random
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -222,11 +224,26 @@ def _random_state_kept() -> Iterator[None]:
     np.random.set_state(numpy)
 
 
+@contextlib.contextmanager
+def _said_if_successful() -> Iterator[None]:
+    """Keeps what is written to stderr until the end: torch.export writes the whole graph there
+    before it refuses a model, over the message that says why.
+    """
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        yield
+    sys.stderr.write(said.getvalue())
+
+
 def _export(
     wrapper: _WithLoss, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> torch.export.ExportedProgram:
     try:
-        with _random_state_kept(), warnings.catch_warnings(), watched() as calls:
+        with (
+            _random_state_kept(),
+            _said_if_successful(),
+            warnings.catch_warnings(),
+            watched() as calls,
+        ):
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
             if wrapper.mode == "train":
