@@ -100,16 +100,16 @@ def _add_seconds(
     trainable: bool,
 ) -> None:
     value, sizes = table.value, mesh.axis_sizes
-    once_s = reduce_s = optimizer_s = 0.0
-    dtype = wishes.runtime.gradient_dtype
-    for move, size, each in parameter_moves(value, strategy, sizes, trainable, dtype):
-        seconds = mesh.collective(move, size).time_s
-        once_s, reduce_s = (once_s, reduce_s + seconds) if each else (once_s + seconds, reduce_s)
     gather_s = sum(
-        mesh.collective(move, size).time_s
-        for move, size, _ in parameter_moves(value, strategy, sizes, False)
+        mesh.collective(move, size).time_s for move, size in gather_moves(value, strategy, sizes)
     )
-    gradient_s = once_s - gather_s
+    gradient_s = reduce_s = optimizer_s = 0.0
+    if trainable:
+        reduced = sum(
+            mesh.collective(move, size).time_s
+            for move, size in gradient_moves(value, strategy, sizes, wishes.runtime.gradient_dtype)
+        )
+        gradient_s, reduce_s = (0.0, reduced) if reduces_each(strategy) else (reduced, 0.0)
     stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)
     device = mesh.profiles.device
@@ -136,40 +136,47 @@ def _add_seconds(
     table.accumulate_s.append(accumulate_s)
     table.gather_s.append(gather_s)
     table.gradient_s.append(gradient_s)
-    table.step_s.append(once_s + optimizer_s)
+    table.step_s.append(gather_s + gradient_s + optimizer_s)
     table.reduce_s.append(reduce_s)
 
 
-def parameter_moves(
-    value: Value,
-    strategy: ParameterStrategy,
-    axis_sizes: tuple[int, ...],
-    trainable: bool,
-    reduced_dtype: str = "",
-) -> Iterator[tuple[Move, float, bool]]:
-    """What moves of one parameter beside the conversions of its uses: from what is stored to what
-    is used, and in training its gradient, summed, to what is stored.
+def gather_moves(
+    value: Value, strategy: ParameterStrategy, axis_sizes: tuple[int, ...]
+) -> Iterator[tuple[Move, float]]:
+    """(move, bytes of the whole tensor) from what is stored of a parameter to what is used, once a
+    step, beside the conversions of its uses.
 
     Args:
         value: The parameter.
         strategy: How it is stored and used.
         axis_sizes: Of the mesh.
-        trainable: Its gradient moves, too.
-        reduced_dtype: In which gradients are summed; "" as they are stored.
-
-    Yields:
-        (move, bytes of the whole tensor that moves, whether after every microbatch: ZeRO-2's
-        gradients; all else moves once a step).
     """
     if _is_copied(value, strategy):
         for move in transition(strategy.spec, strategy.used.value, axis_sizes):
-            yield move, value.meta.size_bytes, False
-    if trainable and value.requires_grad:
-        size = float(_stored_bytes(value))
-        if reduced_dtype:
-            size = float(value.meta.numel * DTYPE_BYTES[reduced_dtype])
+            yield move, value.meta.size_bytes
+
+
+def gradient_moves(
+    value: Value, strategy: ParameterStrategy, axis_sizes: tuple[int, ...], dtype: str = ""
+) -> Iterator[tuple[Move, float]]:
+    """(move, bytes of the whole tensor) from a parameter's summed gradient to what is stored, of a
+    parameter that is trained; how often is `reduces_each`'s.
+
+    Args:
+        value: The parameter.
+        strategy: How it is stored and used.
+        axis_sizes: Of the mesh.
+        dtype: In which gradients are summed; "" as they are stored.
+    """
+    if value.requires_grad:
+        size = float(value.meta.numel * DTYPE_BYTES[dtype] if dtype else _stored_bytes(value))
         for move in transition(strategy.used.grad, strategy.spec, axis_sizes):
-            yield move, size, strategy.zero == 2
+            yield move, size
+
+
+def reduces_each(strategy: ParameterStrategy) -> bool:
+    """Whether gradients are reduced after every microbatch, as ZeRO-2's, and not once a step."""
+    return strategy.zero == 2
 
 
 def _pinned(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.costs.storage import parameter_moves
+from autoplan.costs.storage import gather_moves, gradient_moves, reduces_each
 from autoplan.plan_estimates import Traffic
 from autoplan.sharding.resharding import Move, transition
 from autoplan.solver.candidate import Priced
@@ -87,8 +87,12 @@ def _layer_totals(pricing: Pricing, ops: tuple[str, ...]) -> Totals:
     for name in parameters:
         choice = pricing.tables.parameters[name].strategies[pricing.chosen[f"parameter:{name}"]]
         value_ = pricing.tables.parameters[name].value
-        for move, size, each in parameter_moves(value_, choice, mesh.axis_sizes, work.training):
-            often = count if each else 1
+        moves = [(1, *gathered) for gathered in gather_moves(value_, choice, mesh.axis_sizes)]
+        if work.training:
+            times = count if reduces_each(choice) else 1
+            reduced = gradient_moves(value_, choice, mesh.axis_sizes)
+            moves += [(times, *each) for each in reduced]
+        for often, move, size in moves:
             sent = ring_bytes(move, size, mesh.axis_sizes[move.axis])
             key = AXES[move.axis], "parameters"
             _add(totals, key, often * sent, often * mesh.collective(move, size).time_s)
