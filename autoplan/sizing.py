@@ -18,20 +18,24 @@ from autoplan.errors import ClusterError, InfeasibleError
 from autoplan.plan import Plan
 
 CURVE_DOUBLINGS = 3  # beyond the smallest that fits
-MOST_BETWEEN = 8  # sizes tried between the last that does not fit and the first that does
+MOST_BETWEEN = 8  # sizes that are tried one by one; more are halved first
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One number of devices: the plan there, or why there is none."""
+    """One number of devices.
 
-    cluster: Cluster
+    Attributes:
+        cluster: Its name.
+        num_devices: Of the cluster.
+        plan: There; None: there is none.
+        reason: Why there is none.
+    """
+
+    cluster: str
+    num_devices: int
     plan: Plan | None
     reason: str = ""
-
-    @property
-    def num_devices(self) -> int:
-        return self.cluster.num_devices
 
 
 @dataclass
@@ -50,10 +54,9 @@ class Ladder:
 
     def note(self, cluster: Cluster, result: Plan | InfeasibleError) -> None:
         """Takes the answer for the cluster that `clusters` gave last."""
-        size = (
-            Size(cluster, result) if isinstance(result, Plan) else Size(cluster, None, str(result))
-        )
-        self.sizes[cluster.num_devices] = size
+        count = cluster.num_devices
+        found = (result, "") if isinstance(result, Plan) else (None, str(result))
+        self.sizes[count] = Size(cluster.name, count, *found)
 
     def clusters(self) -> Iterator[Cluster]:
         """Clusters to plan for; the answer for each must be noted before the next is asked for.
@@ -73,8 +76,6 @@ class Ladder:
             return
         for count in self._between(failed, fits):
             yield self._cluster(count)
-            if self._fits(count):
-                break
         larger = [count for count in counts if count > fits]
         for count in larger[:CURVE_DOUBLINGS]:
             yield self._cluster(count)
@@ -102,13 +103,23 @@ class Ladder:
             hosts *= 2
         return [count for count in counts if count <= self.most]
 
-    def _between(self, failed: int, fits: int) -> list[int]:
-        """Sizes between, smallest first: devices of one host, or whole hosts."""
+    def _between(self, failed: int, fits: int) -> Iterator[int]:
+        """Sizes between, devices of one host or whole hosts, until the smallest that fits is found.
+
+        Odd sizes may fit worse than smaller ones, so few are tried one by one, smallest first; of
+        many the middle one decides in which half to look.
+        """
         _, host, _ = read_kind(self.kind)
         step = 1 if fits <= host else host
-        between = [n for n in range(failed + 1, fits) if n % step == 0]
-        every = -(-len(between) // MOST_BETWEEN) or 1
-        return between[::every]
+        left = [n for n in range(failed + 1, fits) if n % step == 0]
+        while len(left) > MOST_BETWEEN:
+            middle = len(left) // 2
+            yield left[middle]
+            left = left[:middle] if self._fits(left[middle]) else left[middle + 1 :]
+        for count in left:
+            yield count
+            if self._fits(count):
+                return
 
     def _cluster(self, count: int) -> Cluster:
         _, host, _ = read_kind(self.kind)

@@ -61,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
     "capture": {"graph", "canonical"},
     "measure": {"graph", "placements", "cluster", "sharding", "costs", "executor"},
     "executor": {"graph", "placements", "plan", "capture", "sharding"},
-    "render": {"placements", "schedule", "plan"},
+    "render": {"placements", "schedule", "plan", "sizing"},
     "sizing": {"cluster", "plan"},
     "api": {*VOCABULARY, "plan", "sharding", "costs", "solver", "capture", "executor"},
     "demo": {"cluster", "plan", "api"},

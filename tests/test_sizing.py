@@ -27,11 +27,22 @@ def test_the_smallest_inside_a_host_is_found(need: int) -> None:
     assert ladder.smallest.num_devices == need
 
 
-@pytest.mark.parametrize(("need", "smallest"), [(9, 16), (17, 24), (40, 40), (41, 48)])
+@pytest.mark.parametrize(
+    ("need", "smallest"), [(9, 16), (17, 24), (40, 40), (41, 48), (201, 208), (337, 344)]
+)
 def test_between_hosts_whole_hosts_are_tried(need: int, smallest: int) -> None:
     _, ladder = climb("dgx-h100", need)
     assert ladder.smallest is not None
     assert ladder.smallest.num_devices == smallest
+
+
+def test_odd_sizes_may_fit_worse_than_smaller_ones() -> None:
+    ladder = Ladder("dgx-h100", 8)
+    for cluster in ladder.clusters():
+        fits = cluster.num_devices in (6, 8)
+        ladder.note(cluster, llama_plan() if fits else InfeasibleError("not on so many"))
+    assert ladder.smallest is not None
+    assert ladder.smallest.num_devices == 6
 
 
 def test_the_curve_goes_on_for_three_doublings() -> None:
@@ -56,7 +67,7 @@ def test_a_kind_without_a_network_is_one_host() -> None:
 def test_single_device_hosts_grow_by_hosts() -> None:
     tried, ladder = climb("l4-single", 3)
     assert tried == [1, 2, 4, 3, 8, 16, 32]
-    assert ladder.sizes[3].cluster.num_hosts == 3
+    assert ladder.sizes[3].cluster == "l4-single-3x1"
 
 
 def test_a_device_names_its_kind() -> None:

@@ -231,7 +231,7 @@ def size(
     **options: Any,
 ) -> None:
     """Find the fewest devices on which the model of FUNCTION fits, and what more of them bring."""
-    from autoplan.render.sizes import SizeRow, sizes_data, sizes_text
+    from autoplan.render.sizes import sizes_data, sizes_text
     from autoplan.sizing import Ladder, kind_with
 
     if (device is None) == (kind is None):
@@ -243,7 +243,7 @@ def size(
             if not quiet:
                 fits = "fits" if not isinstance(result, InfeasibleError) else "does not fit"
                 click.echo(f"{cluster.num_devices} devices: {fits}", err=True)
-    rows = [SizeRow(s.cluster.name, s.num_devices, s.plan, s.reason) for s in ladder.curve]
+    rows = ladder.curve
     smallest = ladder.smallest
     if smallest is None or smallest.plan is None:
         raise InfeasibleError(

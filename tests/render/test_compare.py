@@ -10,7 +10,8 @@ from sample_plans import llama_plan, mlp_plan
 from autoplan.errors import PlanError
 from autoplan.plan import Plan
 from autoplan.render.compare import compare_data, compare_text, price_per_step
-from autoplan.render.sizes import SizeRow, sizes_data, sizes_text
+from autoplan.render.sizes import sizes_data, sizes_text
+from autoplan.sizing import Size
 
 
 def changed(
@@ -92,9 +93,9 @@ def test_many_plans_come_in_groups_that_fit() -> None:
 
 def test_sizes_mark_the_smallest_the_fastest_and_the_cheapest() -> None:
     rows = [
-        SizeRow("k-1x8", 8, None, "needs 90.00 GiB on each device"),
-        SizeRow("k-2x8", 16, changed(llama_plan(), step_s=0.30, price=1.0, cluster="k-2x8"), ""),
-        SizeRow(
+        Size("k-1x8", 8, None, "needs 90.00 GiB on each device"),
+        Size("k-2x8", 16, changed(llama_plan(), step_s=0.30, price=1.0, cluster="k-2x8"), ""),
+        Size(
             "k-4x8",
             32,
             changed(llama_plan(), step_s=0.20, price=1.0, cluster="k-4x8", devices=32),
