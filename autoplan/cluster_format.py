@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -114,7 +115,7 @@ class _Kind(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tru
     intra_host: str | _Link
     inter_host: str | _Link | None = None
     nics_per_host: Count = 1
-    cores_per_host: Count | None = None
+    cores_per_host: Count | Literal["local"] | None = None
     fast_pairs: tuple[tuple[int, ...], ...] | None = None
     pair_link: str | _Link | None = None
     price_per_device_hour: Number | None = None
@@ -349,7 +350,7 @@ def _fields(
         "rank_hosts": rank_hosts,
         "fast_pairs": kind.fast_pairs,
         "pair_link": _link_fields(kind.pair_link),
-        "cores_per_host": kind.cores_per_host,
+        "cores_per_host": local_cores() if kind.cores_per_host == "local" else kind.cores_per_host,
         "price_per_device_hour": kind.price_per_device_hour,
     }
 
@@ -359,6 +360,13 @@ def _source(provenance: Mapping[str, _Provenance], key: str) -> str:
     while key and key not in provenance:
         key = key.rpartition(".")[0]
     return provenance[key].source if key else "given"
+
+
+def local_cores() -> int:
+    """Cores of this machine that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _device_fields(document: _Device) -> Fields:

@@ -154,7 +154,8 @@ class Estimate(Document, frozen=True, kw_only=True):
     devices' stated peak; `sources` the share of the time from each kind of number ("measured").
     `expected_error` is the mean relative error of the step time where the cost model was checked
     against measured runs, and `expected_error_source` which ones; None where nothing comparable
-    was measured.
+    was measured. `crowding` is how many devices share a core: so many times faster than its
+    estimate is a stage at most while others wait.
     """
 
     step_time_s: float
@@ -168,6 +169,7 @@ class Estimate(Document, frozen=True, kw_only=True):
     sources: dict[str, float]
     expected_error: float | None = None
     expected_error_source: str = ""
+    crowding: float = 1.0
 
 
 class Alternative(Document, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoplan.cluster_format import local_cores
 from autoplan.errors import ClusterError, ProfileError
 from autoplan.measure.host import measure_host
 from autoplan.measure.kernels import measure_device
@@ -60,7 +61,7 @@ def measure_cluster(num_processes: int, *, quick: bool) -> Document | None:
 
 def default_processes() -> int:
     """One for each CUDA device, else one for each core."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    return torch.cuda.device_count() or local_cores()
 
 
 def _start(num_processes: int, result: Path, quick: bool) -> None:
@@ -176,7 +177,7 @@ def _machine(device: torch.device, num_hosts: int, per_host: int) -> Machine:
     else:
         memory = torch.cuda.get_device_properties(device).total_memory
         name = torch.cuda.get_device_name(device)
-    cores = max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()) if is_cpu else None
+    cores = max(1, local_cores() // torch.get_num_threads()) if is_cpu else None
     backend = "gloo" if is_cpu else "NCCL"
     versions = f"torch {torch.__version__}, {backend}, Python {platform.python_version()}"
     return Machine(

@@ -67,6 +67,7 @@ def step_timeline(plan: Plan) -> StepTimeline:
         [e.forward_s for e in estimates],
         [e.backward_s for e in estimates],
         [e.send_s for e in estimates[:-1]],
+        plan.estimate.crowding,
     )
     boxes: list[list[Box]] = [[] for _ in plan.stages]
     passes = {
@@ -74,10 +75,12 @@ def step_timeline(plan: Plan) -> StepTimeline:
         for stage in plan.stages
         for kind in KINDS
     }
-    for stage, action, start, _ in replayed.spans:
+    for stage, action, start, end in replayed.spans:
         row, microbatch = boxes[stage], action.microbatch
-        for activity, begin, end in passes[stage, action.kind]:
-            row.append(Box(activity, start + begin, start + end, microbatch))
+        parts = passes[stage, action.kind]
+        pace = (end - start) / parts[-1][2] if parts and plan.estimate.crowding > 1.0 else 1.0
+        for activity, began, ended in parts:
+            row.append(Box(activity, start + pace * began, start + pace * ended, microbatch))
     if schedule.trains:
         for stage, finish in enumerate(replayed.finish_s):
             e = estimates[stage]

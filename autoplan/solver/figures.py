@@ -67,6 +67,7 @@ def make_figures(
         sources=_sources(priced),
         expected_error=error,
         expected_error_source=runs,
+        crowding=solver.crowding,
     )
     return Figures(
         stages=stages,

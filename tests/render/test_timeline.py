@@ -7,8 +7,12 @@ import json
 
 import msgspec
 import pytest
+import torch
+from models import MLP
 from sample_plans import GIB, llama_plan, mlp_plan
 
+import autoplan
+from autoplan.cluster import Cluster
 from autoplan.plan import Plan
 from autoplan.render.colours import ACTIVITY
 from autoplan.render.network import host_traffic
@@ -90,3 +94,18 @@ def test_a_trace_has_every_box_in_microseconds() -> None:
     assert end_s == pytest.approx(step_timeline(plan).end_s, rel=1e-6)
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {"stage 0, ranks 0-7", "stage 1, ranks 8-15"}
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4])
+def test_the_step_ends_when_the_plan_says_also_where_stages_share_cores(cores: int) -> None:
+    description = Cluster.load("local-cpu-4").to_json() | {"cores_per_host": cores}
+    pins = autoplan.Pins(pp=4, dp=1, tp=1, num_microbatches=4)
+    batch = {"x": torch.randn(16, 64), "target": torch.randn(16, 4)}
+    cluster = Cluster.from_json(description)
+    plan = autoplan.optimize(MLP(64, 8), cluster, batch, pins=pins)
+    assert plan.estimate.crowding == 4 / cores
+    timeline = step_timeline(plan)
+    assert timeline.end_s == pytest.approx(plan.estimate.step_time_s, rel=1e-9)
+    for lane in timeline.lanes:
+        for before, after in zip(lane.boxes, lane.boxes[1:]):
+            assert after.start_s >= before.end_s - 1e-12
