@@ -233,6 +233,7 @@ class _TableBuilder:
         outputs = tuple(self.graph.values[n].meta if n else None for n in op.outputs)
         grads = tuple(self.graph.values[n].requires_grad for n in op.inputs)
         backward = self.wishes.training and any(grads)
+        nothing = (False,) * len(grads)
         for strategy in strategies:
             local_in = tuple(self._local(m, lay) for m, lay in zip(inputs, strategy.inputs))
             local_out = tuple(
@@ -256,16 +257,18 @@ class _TableBuilder:
             table.backward_s.append(back)
             table.communication_s.append(own)
             table.sources.append(shares)
-            saved = 0.0
-            if backward:
-                kept = saved_by(op, local_in, local_out, grads)
-                here = (local_out[i].size_bytes for i in kept.outputs if i < len(local_out))
-                saved = kept.extra_bytes + sum(here)
-            table.saved_bytes.append(saved)
-            # the working set: its tensors, and in training their gradients
+            kept = saved_by(op, local_in, local_out, grads if backward else nothing)
+            here = (local_out[i].size_bytes for i in kept.outputs if i < len(local_out))
+            table.saved_bytes.append(kept.extra_bytes + sum(here))
+            # the working set: its tensors, and in training their gradients; a view has no tensor of
+            # its own, only a gradient
             made = sum(m.size_bytes for m, full in zip(local_out, outputs) if full is not None)
-            total = made + sum(m.size_bytes for m in local_in)
-            table.transient_bytes.append(float(2 * total if backward else total))
+            if kept.alias_of is None:
+                made += sum(m.size_bytes for m in local_in)
+                made *= 2 if backward else 1
+            elif not backward:
+                made = 0
+            table.transient_bytes.append(float(made))
         return table
 
     def _local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
