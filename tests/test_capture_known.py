@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import Checking
 from torch import Tensor, nn
 
 from autoplan.capture import capture
@@ -170,3 +171,17 @@ def test_a_model_on_meta_in_part_is_captured() -> None:
     graph = capture(model, batch, loss_fn=lambda outputs, _: torch.as_tensor(outputs)).graph
     assert graph.values["table"].requires_grad
     assert model.table.device.type == "cpu", "the model itself is as it was"
+
+
+def test_a_number_that_only_a_check_reads_is_left_out() -> None:
+    graph = capture(Checking(), {"x": torch.rand(2, 4)}, loss_fn=lambda out, _: out).graph
+    assert {op.target for op in graph.ops} == {"aten.linear.default", "aten.sum.default"}
+
+
+def counted(y: Tensor) -> Tensor:
+    return y.sin() * (y > 0).sum().item()
+
+
+def test_a_number_that_a_result_depends_on_is_not() -> None:
+    with pytest.raises(CaptureError, match="a Python number that depends on data"):
+        targets_of(counted)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -133,6 +134,13 @@ def find(name: str, size: str) -> Entry:
     return Entry(task, family, classes if isinstance(classes, str) else classes[0], size)
 
 
+def loss_of_logits(outputs: Any, batch: Any) -> Tensor:
+    """The loss of a model that has none of its own: cross-entropy of its first output and the
+    labels.
+    """
+    return nn.functional.cross_entropy(outputs[0].flatten(0, -2), batch["labels"].flatten())
+
+
 def _cut(config: PretrainedConfig, size: str) -> None:
     """Two blocks, no dropout, and small widths if `size` is "tiny"; nested configurations too."""
     nested = [v for v in vars(config).values() if isinstance(v, PretrainedConfig)]
@@ -140,6 +148,8 @@ def _cut(config: PretrainedConfig, size: str) -> None:
         for name in DEPTHS:
             if isinstance(getattr(part, name, None), int):
                 _set(part, name, 2)
+        if isinstance(getattr(part, "num_blocks", None), int) and part.num_blocks > 2:
+            _set(part, "num_blocks", 2)
         for name in PER_BLOCK:
             if isinstance(getattr(part, name, None), list):
                 _set(part, name, getattr(part, name)[:2])

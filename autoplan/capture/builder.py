@@ -28,6 +28,20 @@ _NOT_COMPUTED = frozenset(
 _IGNORED = ("aten._assert", "aten.sym_constrain", "aten.sym_size", "aten.sym_numel")
 
 
+def _only_checked(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Checks, and the Python numbers that only they read: no result depends on them."""
+    found: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        is_number = isinstance(
+            node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool
+        )
+        if str(node.target).startswith(_IGNORED) or (is_number and found.issuperset(node.users)):
+            found.add(node)
+    return found
+
+
 class _GraphBuilder:
     """Walks the exported graph once and collects values and ops under the model's own names."""
 
@@ -54,10 +68,11 @@ class _GraphBuilder:
         """Visits every node; values, ops, constants, results and updates are then complete."""
         signature = self.exported.graph_signature
         inputs = iter(signature.input_specs)
+        left_out = _only_checked(self.exported.graph)
         for node in self.exported.graph.nodes:
             if node.op == "placeholder":
                 self.add_input(node, next(inputs))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node not in left_out:
                 self.add_call(node)
             elif node.op == "output":
                 for spec, out in zip(signature.output_specs, node.args[0]):
@@ -100,7 +115,7 @@ class _GraphBuilder:
         self.add_value(name, tensor, kind, requires_grad, "float32" if mixed else "")
 
     def add_call(self, node: torch.fx.Node) -> None:
-        """A call: an op, one of an op's several results, or a check that is left out."""
+        """A call: an op, or one of an op's several results."""
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, torch.fx.Node), "getitem reads an op"
@@ -108,16 +123,15 @@ class _GraphBuilder:
             assert isinstance(names, tuple), "getitem reads an op of several outputs"
             assert isinstance(index, int), "results are numbered"
             self.names[node] = names[index]
-        elif not str(node.target).startswith(_IGNORED):
-            if not isinstance(node.target, torch._ops.OpOverload):
-                raise CaptureError(
-                    f"{node.target} at {_where(node)} is control flow that autoplan does not plan. "
-                    "Use torch.where, or a branch on shapes or configuration."
-                )
-            if node.target is torch.ops.aten.as_strided.default:
-                self.add_strided(node)
-            else:
-                self.add_op(node)
+        elif not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(
+                f"{node.target} at {_where(node)} is control flow that autoplan does not plan. "
+                "Use torch.where, or a branch on shapes or configuration."
+            )
+        elif node.target is torch.ops.aten.as_strided.default:
+            self.add_strided(node)
+        else:
+            self.add_op(node)
 
     def add_output(self, spec: OutputSpec, out: object) -> None:
         """A result: an output or the loss, or a buffer's new value."""
