@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a `torch.autograd.Function`: kept where its backward is the derivative of its
-forward, refused where it is not; and ops that draw random numbers besides dropout.
+"""Models with a `torch.autograd.Function`: its forward is the graph's where its backward is the
+derivative of that, else it is kept whole or refused; and ops that draw random numbers besides
+dropout.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases.running import plain_cluster
+from parity import gradient_errors, norm_of_gradients
 from torch import Tensor, nn
 
 import autoplan
@@ -85,17 +87,121 @@ def test_backward_that_is_the_derivative_is_kept() -> None:
     assert all(torch.allclose(ours[n], p.grad) for n, p in model.named_parameters())
 
 
+class Bent(nn.Module):
+    """A function between two linears, as wide as they are deep."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+        self.up, self.down = nn.Linear(8, 12).double(), nn.Linear(12, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.function.apply(self.up(x))).square().mean()
+        return result
+
+
+def bent(function: type[torch.autograd.Function]) -> tuple[Bent, dict[str, Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Bent(function), {"x": 20 * torch.randn(4, 8, dtype=torch.float64)}
+
+
+def bent_errors(rank: int, text: str, function: type[torch.autograd.Function]) -> float:
+    """Largest relative error of the gradients of one rank's parameters."""
+    model, inputs = bent(function)
+    parallel = autoplan.parallelize(model, autoplan.Plan.from_json(text))
+    loss = parallel.forward_backward(**inputs)
+    wanted = model(**inputs)
+    wanted.backward()
+    named = dict(model.named_parameters())
+    errors = gradient_errors(parallel, named, norm_of_gradients(named) * 1e-9)
+    return max(float(abs(loss - wanted.detach()) / wanted.detach()), *errors.values())
+
+
 @pytest.mark.parametrize("function", [Clipped, Rounded, Angle])
-def test_another_backward_is_refused_by_name(function: type[torch.autograd.Function]) -> None:
-    """It runs in no plan that trains; without a backward there is nothing to lose."""
-    model, inputs = Applies(function), {"x": torch.randn(4, 12)}
-    with pytest.raises(autoplan.CaptureError) as refusal:
+def test_another_backward_is_kept_whole(function: type[torch.autograd.Function]) -> None:
+    """Where it is not the derivative, the function is one op that every rank runs itself."""
+    model, inputs = bent(function)
+    (op,) = (o for o in capture(model, inputs).graph.ops if o.target == "autoplan.function")
+    assert op.arguments["function"] == f"{__name__}.{function.__name__}"
+    plan = autoplan.optimize(model, plain_cluster(1), inputs)
+    assert plan.unruled_ops == (op.name,)
+    if function is not Angle:  # its loss has no value
+        assert bent_errors(0, plan.to_json(), function) < 1e-9
+    assert capture(model, inputs, mode="infer").graph.ops
+    assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=["tp", "pp", "dp"])
+def test_a_whole_function_between_split_layers(degrees: dict[str, int]) -> None:
+    from pool import run
+
+    model, inputs = bent(Clipped)
+    pins = autoplan.Pins(**{"tp": 1, "dp": 1, "pp": 1, "num_microbatches": 1, **degrees})
+    plan = autoplan.optimize(model, plain_cluster(2), inputs, pins=pins)
+    assert max(run(2, bent_errors, plan.to_json(), Clipped)) < 1e-9
+
+
+class Dithered(Rounded):
+    """Rounds a random number up or down."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return (x + torch.rand_like(x) - 0.5).round()
+
+
+class Writing(Rounded):
+    """Rounds what it is given."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        x.round_()
+        return x.clone()
+
+
+WEIGHT = torch.ones(12, dtype=torch.float64)
+
+
+def reaching() -> type[torch.autograd.Function]:
+    """A function with a tensor that is none of its arguments."""
+    weight = WEIGHT
+
+    class Reaching(Rounded):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return (x * weight).round()
+
+    return Reaching
+
+
+class Particular(Rounded):
+    """Has a shape that it insists on."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        assert x.shape == (4, 12)
+        return x.round()
+
+
+HINDERED = [
+    (Dithered, "it draws random numbers"),
+    (Writing, "it writes into its arguments"),
+    (reaching(), "it uses tensors that are none of its arguments"),
+    (Particular, r"it cannot be tried on small random inputs \(AssertionError\)"),
+]
+
+
+@pytest.mark.parametrize(("function", "reason"), HINDERED)
+def test_what_cannot_be_kept_whole_is_refused_by_name(
+    function: type[torch.autograd.Function], reason: str
+) -> None:
+    model, inputs = bent(function)
+    with pytest.raises(autoplan.CaptureError, match=reason) as refusal:
         autoplan.optimize(model, plain_cluster(2), inputs)
     message = str(refusal.value)
     assert function.__name__ in message
     assert "test_custom_backward.py:" in message
-    assert capture(model, inputs, mode="infer").graph.ops
-    assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
 
 
 class Blocked(nn.Module):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 
 from autoplan.canonical import canonicalize
+from autoplan.capture.hand_written import TARGET, call_of, name_of
 from autoplan.capture.structure import InputLeaf, dtype_name
 from autoplan.errors import CaptureError
 from autoplan.graph import Graph, Op, Ref, TensorMeta, Value
@@ -130,6 +131,8 @@ class _GraphBuilder:
             )
         elif node.target is torch.ops.aten.as_strided.default:
             self.add_strided(node)
+        elif node.target is torch.ops.autoplan.function.default:
+            self.add_function(node)
         else:
             self.add_op(node)
 
@@ -198,6 +201,21 @@ class _GraphBuilder:
                 _source(node),
             )
         )
+
+    def add_function(self, node: torch.fx.Node) -> None:
+        """A hand-written function that is kept whole; its arguments are those of the call."""
+        tensors, key = node.args
+        assert isinstance(tensors, list | tuple), "keep_call gives a list"
+        inputs = tuple(str(self.names[t]) for t in tensors if isinstance(t, torch.fx.Node))
+        call = call_of(str(key))
+        grad = any(self.values[name].requires_grad for name in inputs)
+        arguments = {
+            "function": name_of(call.function),
+            "arguments": call.arguments,
+        }
+        outputs = self._outputs(node, grad)
+        place = (_module_path(node), _source(node))
+        self.ops.append(Op(node.name, TARGET, inputs, outputs, MappingProxyType(arguments), *place))
 
     def _in_memory_order(self, node: torch.fx.Node, name: str) -> str:
         """What an op that reads memory by strides reads: the tensor, its dims in the order in which

@@ -4,8 +4,8 @@
 `torch.export` traces the forward of a `torch.autograd.Function`; a plan's backward is the
 derivative of that forward. `watched` notes the calls while a model is traced, `check_calls`
 compares both backwards of each on small random inputs, and a function whose own backward is another
-one (a straight-through estimator, a clipped derivative) is refused: the plan would train another
-model.
+one (a straight-through estimator, a clipped derivative) is kept whole (`hand_written.py`) in a
+second trace, or refused: the plan would train another model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function  # checked on 2.13
 
+from autoplan.capture.hand_written import keep_call, run_forward, why_not_whole
 from autoplan.errors import CaptureError
 
 LARGEST = 6  # sizes above it are made smaller in the comparison, equal ones equally
@@ -48,13 +49,18 @@ class _Meta:
 
 
 @contextmanager
-def watched() -> Iterator[Calls]:
+def watched(whole: frozenset[type[Function]] = frozenset()) -> Iterator[Calls]:
     """Notes the hand-written functions that are applied inside, torch's own left out, and the
     hooks that tensors get.
+
+    Args:
+        whole: Functions that become one op each.
     """
     calls, original, hook = Calls(), vars(Function)["apply"], torch.Tensor.register_hook
 
     def noted(cls: type[Function], /, *args: object, **kwargs: object) -> Any:
+        if cls in whole:
+            return keep_call(cls, args)
         if not cls.__module__.startswith("torch.") and cls not in calls.found:
             metas = tuple(_meta(a) if isinstance(a, torch.Tensor) else a for a in args)
             if any(isinstance(m, _Meta) and m.requires_grad for m in metas):
@@ -74,12 +80,12 @@ def watched() -> Iterator[Calls]:
         setattr(torch.Tensor, "register_hook", hook)  # noqa: B010
 
 
-def check_calls(calls: Calls, model: nn.Module) -> None:
-    """Refuses what changes a backward: functions whose backward is not the derivative of their
-    forward, and hooks on gradients.
+def check_calls(calls: Calls, model: nn.Module) -> frozenset[type[Function]]:
+    """The functions whose backward is not the derivative of their forward, to be kept whole.
 
     Raises:
-        CaptureError: Names the function or the module, and where it is called.
+        CaptureError: There are hooks on gradients, or a function cannot be kept whole; names the
+            function or the module, and where it is called.
     """
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -90,15 +96,24 @@ def check_calls(calls: Calls, model: nn.Module) -> None:
             f"the model cannot be captured at {calls.hooks[0]}: it has a backward hook, and a plan "
             "keeps the forward alone. Remove the hook, or use mode='infer'."
         )
+    whole = set()
     for function, (args, where) in calls.found.items():
         told = [_agrees(function, args, scale, sign) for scale in _SCALES for sign in (-1, 1)]
-        if False in told or True not in told:
+        if False not in told and True in told:
+            continue
+        try:
+            hindrance = why_not_whole(function, _made(args, 1.0, 1))
+        except Exception as error:  # whatever it raises on inputs that it was not made for
+            hindrance = f"it cannot be tried on small random inputs ({type(error).__name__})"
+        if hindrance:
             raise CaptureError(
                 f"the model cannot be captured at {where}: {function.__name__} is a "
                 "torch.autograd.Function whose backward is not the derivative of its forward, as "
-                "far as small random inputs tell, and a plan keeps the forward alone. Write it "
+                f"far as small random inputs tell, and cannot be kept whole: {hindrance}. Write it "
                 "with torch ops and detach(), as in x + (f(x) - x).detach(), or use mode='infer'."
             )
+        whole.add(function)
+    return frozenset(whole)
 
 
 def _meta(x: torch.Tensor) -> _Meta:
@@ -114,27 +129,27 @@ def _where() -> str:
 _NOT_THEIRS = ("/torch/", "/autoplan/")
 
 
-class _Context:
-    """What a forward may do with its ctx."""
-
-    def __init__(self, needs: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs
-
-    def save_for_backward(self, *tensors: object) -> None: ...
-
-    def mark_non_differentiable(self, *tensors: object) -> None: ...
-
-    def mark_dirty(self, *tensors: object) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-
 def _agrees(
     function: type[Function], args: tuple[object, ...], scale: float, sign: int
 ) -> bool | None:
     """Both backwards give the same gradients for one set of random inputs; None where neither
     gives finite ones, or any.
     """
+    given = _made(args, scale, sign)
+    wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+    try:
+        own = _gradients(lambda: function.apply(*given), wanted)  # type: ignore[no-untyped-call]
+        derived = _gradients(lambda: run_forward(function, given), wanted)
+    except Exception:  # whatever the function raises on inputs that it was not made for
+        return False
+    left, right = _joined(own), _joined(derived)
+    if not any(bool(torch.isfinite(g).all() and g.any()) for g in (left, right)):
+        return None
+    return torch.allclose(left, right, rtol=TOLERANCE, atol=0.0)
+
+
+def _made(args: tuple[object, ...], scale: float, sign: int) -> list[object]:
+    """Small random tensors in place of the noted ones; equal sizes stay equal."""
     generator = torch.Generator().manual_seed(0)
     sizes: dict[int, int] = {}
 
@@ -149,24 +164,7 @@ def _agrees(
         x = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
         return (x if sign < 0 else x.abs()).requires_grad_(meta.requires_grad)
 
-    given = [made(a) for a in args]
-    needs = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
-
-    def plain() -> Any:
-        if function.setup_context is not Function.setup_context:  # the form without ctx
-            return function.forward(*given)
-        return function.forward(_Context(needs), *given)
-
-    wanted = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
-    try:
-        own = _gradients(lambda: function.apply(*given), wanted)  # type: ignore[no-untyped-call]
-        derived = _gradients(plain, wanted)
-    except Exception:  # whatever the function raises on inputs that it was not made for
-        return False
-    left, right = _joined(own), _joined(derived)
-    if not any(bool(torch.isfinite(g).all() and g.any()) for g in (left, right)):
-        return None
-    return torch.allclose(left, right, rtol=TOLERANCE, atol=0.0)
+    return [made(a) for a in args]
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree  # checked on 2.13; torch.export's own
 
 from autoplan.capture.builder import build_graph
 from autoplan.capture.custom_backward import check_calls, watched
+from autoplan.capture.hand_written import kept_calls
 from autoplan.capture.known import KnownValues, RandomBranchError
 from autoplan.capture.no_grad import detach_regions
 from autoplan.capture.structure import InputLeaf, OutputTree, flatten_output, input_leaves
@@ -93,10 +94,11 @@ def capture(
     copied = _structural_copy(model, precision)
     note = _OutputNote()
     wrapper = _WithLoss(copied, loss_fn, mode, positional, note)
-    exported = _export(wrapper, args, kwargs)
     leaves = input_leaves(args, kwargs)
-    assert note.tree is not None, "the trace has run the wrapper"
-    graph, constants = build_graph(model, exported, note.num_tensors, leaves, precision)
+    with kept_calls():
+        exported = _export(wrapper, args, kwargs)
+        assert note.tree is not None, "the trace has run the wrapper"
+        graph, constants = build_graph(model, exported, note.num_tensors, leaves, precision)
     if mode == "train" and (graph.loss is None or not graph.values[graph.loss].requires_grad):
         raise CaptureError(
             f"{type(model).__name__} gives no loss that depends on a trainable parameter. Train "
@@ -238,16 +240,15 @@ def _export(
     wrapper: _WithLoss, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> torch.export.ExportedProgram:
     try:
-        with (
-            _random_state_kept(),
-            _said_if_successful(),
-            warnings.catch_warnings(),
-            watched() as calls,
-        ):
+        with _random_state_kept(), _said_if_successful(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
-            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+            with watched() as calls:
+                exported = torch.export.export(wrapper, args, kwargs, strict=False)
             if wrapper.mode == "train":
-                check_calls(calls, wrapper.model)
+                whole = check_calls(calls, wrapper.model)
+                if whole:
+                    with watched(whole):
+                        exported = torch.export.export(wrapper, args, kwargs, strict=False)
                 detach_regions(exported)
             plain: torch.export.ExportedProgram = exported.run_decompositions({})
             return plain

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from autoplan.capture.hand_written import function_named
 from autoplan.executor.local_op import Call, LocalOp, first_index, shard_number
 from autoplan.executor.meshes import Ranks
 from autoplan.graph import Ref
@@ -275,8 +276,25 @@ def _grouped_mm(local: LocalOp, ranks: Ranks) -> Call:
     return Call(GroupedProduct(start), local.refs, {})
 
 
+def _function(local: LocalOp, ranks: Ranks) -> Call:
+    """A function with a backward of its own, on whole tensors, through its class."""
+    name, args = local.op.arguments["function"], local.op.arguments["arguments"]
+    assert isinstance(args, tuple), "as the capture writes it"
+    return Call(_Applied(function_named(str(name))), args, {})
+
+
+class _Applied(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: object) -> object:
+        return self.function.apply(*args)  # type: ignore[no-untyped-call] # torch's
+
+
 SPECIAL_OPS: dict[str, Callable[[LocalOp, Ranks], Call]] = {
     "autoplan.microbatch": _rows,
+    "autoplan.function": _function,
     "autoplan.dropout": _dropout,
     "aten.embedding.default": _embedding,
     "autoplan.index": _index,
