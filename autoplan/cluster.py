@@ -19,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from autoplan.cluster_format import Fields, convert_cluster, read_cluster, write_cluster
+from autoplan.cluster_format import Fields, convert_cluster, read_cluster
+from autoplan.cluster_json import write_cluster
 from autoplan.device import (
     Curve,
     DeviceSpec,

@@ -2,7 +2,7 @@
 """Cluster documents: what a JSON file or a shipped profile says, as the plain fields of a Cluster.
 
 In comes a name (`dgx-h100-2x8`), a path or JSON data; out go fields in SI units, from which
-cluster.py builds its types; and the other way round. The structs are the schema of
+cluster.py builds its types (`cluster_json.py` is the way back). The structs are the schema of
 profiles/README.md, whose keys carry their units: msgspec refuses unknown keys and wrong types.
 """
 
@@ -13,21 +13,17 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
 from autoplan.errors import AutoplanError, ClusterError, ProfileError
 from autoplan.units import GIB
 
-if TYPE_CHECKING:
-    from autoplan.cluster import Cluster, Curve, DeviceSpec, Link
-
 Curved = Literal["matmul", "convolution", "attention", "memory"]
-_CURVES: tuple[Curved, ...] = get_args(Curved)
+CURVES: tuple[Curved, ...] = get_args(Curved)
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
@@ -184,27 +180,6 @@ def _refuse_mixed(given: list[Any], source: str) -> NoReturn:
         f"limiting device is {name} with {least:g} GiB: describe all of them as that one, which "
         f"leaves {unused:g} GiB of the others unused, or leave {name} out."
     )
-
-
-def write_cluster(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as JSON data that needs no other file: `convert_cluster` reads it back."""
-    links = {
-        "intra_host": cluster.intra_host,
-        "inter_host": cluster.inter_host,
-        "pair_link": cluster.pair_link,
-    }
-    pairs = cluster.fast_pairs
-    return {
-        "name": cluster.name,
-        "num_hosts": cluster.num_hosts,
-        "devices_per_host": cluster.devices_per_host,
-        "device": _device_json(cluster.device),
-        **{key: _link_json(link) if link else None for key, link in links.items()},
-        "rank_hosts": list(cluster.rank_hosts) if cluster.rank_hosts is not None else None,
-        "fast_pairs": [list(p) for p in pairs] if pairs is not None else None,
-        "cores_per_host": cluster.cores_per_host,
-        "price_per_device_hour": cluster.price_per_device_hour,
-    }
 
 
 def profiles_dir() -> Path:
@@ -372,18 +347,18 @@ def local_cores() -> int:
 def _device_fields(document: _Device) -> Fields:
     given = document.kernel.efficiency
     curves = {}
-    for family in _CURVES:
+    for family in CURVES:
         curve = given.get(family, 1.0) if isinstance(given, dict) else given
         curve = _Curve(share=curve) if isinstance(curve, float) else curve
-        half = _si(curve.half_MB, 6) if family == "memory" else _si(curve.half_GFLOP, 9)
+        half = si(curve.half_MB, 6) if family == "memory" else si(curve.half_GFLOP, 9)
         source = _source(document.provenance, f"kernel.efficiency.{family}")
         curves[family] = {"share": curve.share, "half": half, "source": source}
     return {
         "name": document.name,
         "memory_bytes": int(document.memory_GiB * GIB),
-        "memory_bytes_per_s": _si(document.memory_GBps, 9),
-        "peak_flop_per_s": {d: _si(p, 12) for d, p in document.peak_TFLOPs.items()},
-        "launch_s": _si(document.kernel.launch_us, -6),
+        "memory_bytes_per_s": si(document.memory_GBps, 9),
+        "peak_flop_per_s": {d: si(p, 12) for d, p in document.peak_TFLOPs.items()},
+        "launch_s": si(document.kernel.launch_us, -6),
         "launch_source": _source(document.provenance, "kernel.launch_us"),
         "curves": curves,
         "sustained": document.kernel.sustained,
@@ -393,13 +368,13 @@ def _device_fields(document: _Device) -> Fields:
             for name, flash in sorted(document.kernel.flash.items())
         ],
         "elementwise": tuple(
-            (op, _si(ahead, 9), _si(back, 9))
+            (op, si(ahead, 9), si(back, 9))
             for op, (ahead, back) in sorted(document.kernel.elementwise_GFLOPs.items())
         ),
-        "packing_bytes_per_s": _si(document.kernel.packing_GBps, 9),
+        "packing_bytes_per_s": si(document.kernel.packing_GBps, 9),
         "update_factor": document.kernel.update_factor,
         "host": {
-            f"{key}_s": tuple(_si(t, -6) for t in us) if isinstance(us, tuple) else _si(us, -6)
+            f"{key}_s": tuple(si(t, -6) for t in us) if isinstance(us, tuple) else si(us, -6)
             for key, us in msgspec.structs.asdict(document.kernel.host_us).items()
         },
     }
@@ -413,17 +388,17 @@ def _link_fields(document: str | _Link | None) -> Fields | None:
     given, device = document.efficiency, document.device_GBps
     shares = {"all": given} if isinstance(given, float) else given
     tables = (
-        (kind, num_ranks, tuple((_si(size, 6), _si(time, -6)) for size, time in rows))
+        (kind, num_ranks, tuple((si(size, 6), si(time, -6)) for size, time in rows))
         for kind, by_ranks in document.tables_MB_us.items()
         for num_ranks, rows in by_ranks.items()
     )
     return {
         "name": document.name,
-        "latency_s": _si(document.latency_us, -6),
-        "launch_s": _si(document.launch_us, -6),
-        "fill_s": _si(document.fill_us, -6),
-        "bytes_per_s": _si(document.bandwidth_GBps, 9),
-        "device_bytes_per_s": None if device is None else _si(device, 9),
+        "latency_s": si(document.latency_us, -6),
+        "launch_s": si(document.launch_us, -6),
+        "fill_s": si(document.fill_us, -6),
+        "bytes_per_s": si(document.bandwidth_GBps, 9),
+        "device_bytes_per_s": None if device is None else si(device, 9),
         "efficiency": tuple(sorted(shares.items())),
         "rank_efficiency": tuple(sorted(document.rank_efficiency.items())),
         "switch_share": document.switch_share,
@@ -432,76 +407,6 @@ def _link_fields(document: str | _Link | None) -> Fields | None:
     }
 
 
-def _si(value: float | None, exponent: int) -> float:
+def si(value: float | None, exponent: int) -> float:
     """value * 10**exponent, exact to the last decimal digit (None: unlimited)."""
     return math.inf if value is None else float(Decimal(repr(float(value))).scaleb(exponent))
-
-
-def _unit(value: float, exponent: int) -> float | None:
-    return None if math.isinf(value) else _si(value, -exponent)
-
-
-def _device_json(device: DeviceSpec) -> dict[str, Any]:
-    kernel, provenance = (
-        device.kernel,
-        {"kernel.launch_us": {"source": device.kernel.launch_source}},
-    )
-    efficiency = {}
-    for family in _CURVES:
-        curve: Curve = getattr(kernel, family)
-        half = (
-            {"half_MB": _si(curve.half, -6)}
-            if family == "memory"
-            else {"half_GFLOP": _si(curve.half, -9)}
-        )
-        efficiency[family] = {"share": curve.share, **half}
-        provenance[f"kernel.efficiency.{family}"] = {"source": curve.source}
-    return {
-        "name": device.name,
-        "memory_GiB": device.memory_bytes / GIB,
-        "memory_GBps": _unit(device.memory_bytes_per_s, 9),
-        "peak_TFLOPs": {dtype: _unit(peak, 12) for dtype, peak in device.peak_flop_per_s.items()},
-        "kernel": {
-            "launch_us": _si(kernel.launch_s, 6),
-            "efficiency": efficiency,
-            "sustained": kernel.sustained,
-            "tiles": asdict(kernel.tiles) if kernel.tiles else None,
-            "flash": {
-                flash.name: {k: v for k, v in asdict(flash).items() if k != "name"}
-                for flash in kernel.flash
-            },
-            "elementwise_GFLOPs": {
-                op: [_si(ahead, -9), _si(back, -9)] for op, ahead, back in kernel.elementwise
-            },
-            "packing_GBps": _unit(kernel.packing_bytes_per_s, 9),
-            "update_factor": kernel.update_factor,
-            "host_us": {
-                key.removesuffix("_s"): [_si(t, 6) for t in seconds]
-                if isinstance(seconds, tuple)
-                else _si(seconds, 6)
-                for key, seconds in asdict(kernel.host).items()
-            },
-        },
-        "provenance": provenance,
-    }
-
-
-def _link_json(link: Link) -> dict[str, Any]:
-    tables: dict[str, dict[str, list[list[float]]]] = {}
-    for kind, num_ranks, rows in link.tables:
-        tables.setdefault(kind, {})[str(num_ranks)] = [[_si(s, -6), _si(t, 6)] for s, t in rows]
-    return {
-        "name": link.name,
-        "latency_us": _si(link.latency_s, 6),
-        "launch_us": _si(link.launch_s, 6),
-        "fill_us": _si(link.fill_s, 6),
-        "bandwidth_GBps": _unit(link.bytes_per_s, 9),
-        "device_GBps": None
-        if link.device_bytes_per_s is None
-        else _unit(link.device_bytes_per_s, 9),
-        "efficiency": dict(link.efficiency),
-        "rank_efficiency": {str(n): share for n, share in link.rank_efficiency},
-        "switch_share": link.switch_share,
-        "tables_MB_us": tables,
-        "provenance": {"efficiency": {"source": link.source}},
-    }

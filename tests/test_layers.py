@@ -30,6 +30,7 @@ MAX_LINES = 500
 PARTS = {
     "api_pins": "api",
     "cluster_format": "cluster",
+    "cluster_json": "cluster",
     "device": "cluster",
     "crowded": "schedule",
     "interleaved": "schedule",
