@@ -43,17 +43,22 @@ def profile(output: str, quick: bool, processes: int | None, as_json: bool, quie
     """Measure this machine and write a cluster file; under torchrun, all its machines."""
     from autoplan.measure.launch import default_processes, measure_cluster
 
+    path = Path(output)
+    is_new = not path.exists()
+    try:
+        path.open("a").close()  # before minutes are spent
+        if is_new:
+            path.unlink()
+    except OSError as problem:
+        raise ClusterError(
+            f"cannot write {output}: {problem.strerror}. Give a path in a folder that exists."
+        ) from problem
     if not quiet:
         click.echo("measuring; a few minutes, --quick takes one", err=True)
     found = measure_cluster(processes or default_processes(), quick=quick)
     if found is None:  # another rank of an outer torchrun writes
         return
-    try:
-        Path(output).write_text(json.dumps(found["cluster"], indent=1) + "\n")
-    except OSError as problem:
-        raise ClusterError(
-            f"cannot write {output}: {problem.strerror}. Give a path in a folder that exists."
-        ) from problem
+    path.write_text(json.dumps(found["cluster"], indent=1) + "\n")
     if as_json:
         emit({"output": output, **found})
         return

@@ -5,8 +5,16 @@ its numbers come from, stages that share cores do no work twice, a failing proce
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+import torch
+from click.testing import CliRunner
+from models import MLP
+
+import autoplan
+from autoplan.cli import cli
 from autoplan.cluster import Cluster
 from autoplan.costs.profile import Profiles
 from autoplan.errors import ProfileError
@@ -126,3 +134,29 @@ def test_a_process_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ProfileError, match="a measuring process failed") as caught:
         measure_cluster(2, quick=True)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.distributed
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
+    """The whole command: what it writes plans, and the plan's number are measured ones."""
+    path = tmp_path / "here.json"
+    told = CliRunner().invoke(
+        cli, ["profile", "--quick", "--processes", "2", "-o", str(path), "--json"]
+    )
+    assert told.exit_code == 0, told.output
+    rows = {row["what"]: row for row in json.loads(told.stdout)["rows"]}
+    assert all(0 < row["least_s"] <= row["most_s"] for row in rows.values())
+    assert {"matmul", "attention", "all_reduce, 2 ranks inside a host"} <= set(rows)
+    cluster = Cluster.load(path)
+    assert cluster.num_devices == 2
+    batch = {"x": torch.randn(16, 64), "target": torch.randn(16, 4)}
+    plan = autoplan.optimize(MLP(64, 4), cluster, batch)
+    assert plan.estimate.step_time_s > 0
+    assert plan.estimate.sources.get("assumed", 0.0) == 0.0
+    assert plan.estimate.sources["measured"] > 0.0
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    told = CliRunner().invoke(cli, ["profile", "--quick", "-o", str(tmp_path / "no" / "x.json")])
+    assert told.exit_code == 2
+    assert "Give a path in a folder that exists" in told.output
