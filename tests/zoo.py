@@ -2,7 +2,7 @@
 """`python -m tests.zoo`: every architecture of the zoo, planned in forced and in free layouts, run
 on gloo processes, and its loss and every gradient compared with one device.
 
-    python -m tests.zoo --layouts tp2,pp2,dp2tp2,auto4 [--only causal:llama,vit] [--jobs 2]
+    python -m tests.zoo --layouts tp2,pp2,dp2tp2,auto4 [--only causal:llama,vit] [--missing]
 
 Every family and layout ends as one of
     equal      within 1e-9 in float64, or within 1e-4 where the model itself computes in float32
@@ -57,6 +57,7 @@ TOLERANCE = {"float64": (1e-9, 1e-6), "float32": (1e-4, 1e-3)}
 NOISE = 0.1  # added to every weight: none is constant, no gate shut, attention is not uniform
 FAMILY_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 240.0
+FAMILIES_PER_PROCESS = 12  # torch keeps what it traced, and forks of much memory are slow
 PLAN_LIMIT_S = 180.0
 ONE = "one"  # the layout that stands for one device
 
@@ -302,9 +303,14 @@ class Worker:
         theirs.close()
         self.entry: Entry | None = None
         self._rows: list[Row] = []
+        self._done = 0
 
     def give(self, entry: Entry) -> None:
         """Starts a family."""
+        if self._done == FAMILIES_PER_PROCESS:
+            self.close()
+            self._start()
+        self._done += 1
         self.entry, self._rows, self._since = entry, [], time.monotonic()
         self.pipe.send(entry)
 
@@ -414,6 +420,7 @@ def main() -> int:
     parser.add_argument("--size", default="tiny", choices=SIZES)
     parser.add_argument("--layouts", default=DEFAULT_LAYOUTS)
     parser.add_argument("--only", default="", help="names or families, with commas")
+    parser.add_argument("--missing", action="store_true", help="only what the table lacks")
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--exact", action="store_true")
@@ -421,11 +428,15 @@ def main() -> int:
     layouts = tuple(options.layouts.split(","))
     wanted = set(filter(None, options.only.split(",")))
     entries = [e for e in zoo(options.size) if not wanted or {e.name, e.family, e.task} & wanted]
+    table = read_table()
+    if options.missing:
+        there = {name for name, _ in table}
+        entries = [e for e in entries if e.name not in there]
     entries = entries[: options.limit]
     if not entries:
         parser.error(f"--only {options.only} names nothing of the zoo")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # workers end with this process
-    start, ran, table = time.perf_counter(), [], read_table()
+    start, ran = time.perf_counter(), []
     for done, rows in enumerate(sweep(entries, layouts, options.jobs, options.exact), 1):
         ran += rows
         for row in rows:
