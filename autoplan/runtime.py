@@ -68,7 +68,15 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
         reserve_GiB: Device memory outside the plan: context, libraries, communication buffers.
         fragmentation: Share of activations and transients that the allocator adds.
         vocabulary_parallel: Embedding and loss are split by classes over tensor parallel ranks.
-        even_stages: Stages get equal numbers of blocks, whatever the ends cost.
+        even_stages: Stages get equal numbers of blocks, whatever the ends cost; what is left over
+            goes to the stages in the "middle" or the "last" ones. "": as planned.
+        pads_shards: What is sharded over data parallel ranks is filled up where it does not divide;
+            else it stays whole.
+        compiled: Backward is compiled with forward: of what recomputation could spare, only what
+            backward reads is kept.
+        loss_bytes: Bytes per logit that live at the peak of the loss, and where ranks split the
+            classes; (): as PyTorch's kernels keep them.
+        step_bytes: Bytes per parameter that the optimizer's step holds beside gradients and states.
         provenance: Of the traits.
     """
 
@@ -100,7 +108,11 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     reserve_GiB: Number = 0.0
     fragmentation: Share = 0.0
     vocabulary_parallel: bool = True
-    even_stages: bool = False
+    even_stages: Literal["", "middle", "last"] = ""
+    pads_shards: bool = False
+    compiled: bool = False
+    loss_bytes: tuple[Number, ...] = ()
+    step_bytes: Number = 0.0
     provenance: dict[str, Trait] = {}
 
     @cached_property

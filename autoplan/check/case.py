@@ -34,6 +34,7 @@ DTYPES = {
     "fp8-mx": "bfloat16",
     "": "bfloat16",
 }
+ADAM_BYTES = 8.0  # of a parameter's two float32 states
 LEVELS = {r"grad_op|zero.?2": 2, r"fsdp|zero.?3|full_shard": 3, r"zero.?1": 1, "none": 0}
 
 
@@ -93,8 +94,16 @@ class Case:
         return flop / (max(rates) * degrees.tp * degrees.pp * degrees.dp * degrees.cp)
 
     def memory_bytes(self, priced: Priced) -> float:
-        """Peak of a device, with what the framework takes beside the plan."""
-        return priced.peak_bytes * (1.0 + self.traits.fragmentation) + self.traits.reserve_GiB * GIB
+        """Peak of a device, in the schedule or in the optimizer's step, with what the framework
+        takes beside the plan.
+        """
+        peak = priced.peak_bytes
+        for first, last in priced.assignment.bounds if self.traits.step_bytes else ():
+            stage = priced.prices[first:last]
+            held = sum(price.held_bytes for price in stage)
+            states = sum(price.state_bytes for price in stage)
+            peak = max(peak, held + self.traits.step_bytes * states / ADAM_BYTES)
+        return peak * (1.0 + self.traits.fragmentation) + self.traits.reserve_GiB * GIB
 
 
 def case_of(run: Run) -> Case:

@@ -8,6 +8,7 @@ integer program over what the run's framework can do, the schedule's replay.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -15,9 +16,10 @@ from autoplan.check.case import Case, case_of, zero_level
 from autoplan.check.models import Sizes, Written, write_model
 from autoplan.check.rows import Degrees, NotExpressedError, Run, measured_s
 from autoplan.costs.builder import build_tables
+from autoplan.costs.saved import saved_by
 from autoplan.costs.tables import Folded, MeshCosts, OpTables, Wishes
 from autoplan.errors import InfeasibleError
-from autoplan.graph import Graph
+from autoplan.graph import Graph, Op
 from autoplan.runtime import Runtime
 from autoplan.sharding.factors import OpRule
 from autoplan.sharding.strategies import block_options
@@ -225,8 +227,35 @@ def _partly(part: _Part, run: Run, traits: Runtime, recompute: str) -> Partly | 
         return Partly({op.name: 0.5 for op in ops}, whole=True)
     if manner == "core":
         return Partly({op.name: 1.0 for op in ops if op.name in part.written.core})
-    shares = {op.name: 1.0 for op in ops if "attention.default" not in op.target}
-    return Partly(shares | {n: 0.5 for n in shares if n in part.written.products})
+    products = [op.name for op in ops if op.name in part.written.products]
+    cached = frozenset(products[::2]).union(
+        op.name for op in ops if "attention.default" in op.target
+    )
+    shares = {op.name: float(op.name not in cached) for op in ops}
+    dropped = _unread(part.written.graph, ops, cached) if traits.compiled else frozenset[str]()
+    return Partly(shares, cached=cached, dropped=dropped)
+
+
+def _unread(graph: Graph, ops: Sequence[Op], cached: frozenset[str]) -> frozenset[str]:
+    """Of the cached ops of a block, those whose outputs no backward kernel reads, and no op that
+    runs again for one.
+
+    Args:
+        graph: Of the model.
+        ops: Of the block, in order.
+        cached: Of them, those that do not run again.
+    """
+    read: set[str] = set()
+    for op in reversed(ops):
+        again = op.name not in cached and bool(read.intersection(op.outputs))
+        values = [graph.values[n] for n in op.inputs]
+        metas = tuple(v.meta for v in values)
+        made = tuple(graph.values[n].meta for n in op.outputs)
+        kept = saved_by(op, metas, made, tuple(v.requires_grad for v in values))
+        slots = range(len(op.inputs)) if again else kept.inputs
+        read.update(op.inputs[i] for i in slots)
+        read.update(op.outputs[i] for i in kept.outputs)
+    return frozenset(op.name for op in ops if op.name in cached and not read & set(op.outputs))
 
 
 def _stage_layers(part: _Part, degrees: Degrees, traits: Runtime) -> tuple[int, ...] | None:
@@ -252,6 +281,8 @@ def _stage_layers(part: _Part, degrees: Degrees, traits: Runtime) -> tuple[int, 
     if left:
         # embedding and loss count as a block: the ends are the last to get one more
         order = [*range(1, stages - 1), 0, stages - 1]
+        if traits.even_stages == "last":
+            order = [*reversed(range(stages))]
         for stage in order[:left]:
             counts[stage] += 1
     short = part.space.layers.layers

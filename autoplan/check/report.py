@@ -9,6 +9,7 @@ correlation over groups of the same model, GPUs and batch with four plans or mor
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from autoplan.accuracy import Checked, write_checked
 from autoplan.check.predict import Prediction
 from autoplan.check.sweep import Swept
+from autoplan.units import GB, GIB
 
 LEAST_GROUP = 4
 
@@ -79,14 +81,19 @@ def accuracy_of(name: str, predictions: Iterable[Prediction]) -> Accuracy:
 
 def memory_error(prediction: Prediction) -> float | None:
     """Predicted over measured peak, minus 1; None where none was measured, or the source does not
-    state the microbatch, on which all activations depend.
+    state the microbatch, on which all activations depend. Where it does not state the unit, GB or
+    GiB, what lies between the two is right, and beyond them the nearer one counts.
     """
     run = prediction.run
     measured = run.number("peak_memory_gb")
     known = run.cells["micro_batch_seqs"] or run.cells["grad_accum"]
     if measured is None or run.cells["status"] == "oom" or not known:
         return None
-    return prediction.memory_bytes / (measured * 1e9) - 1.0
+    binary = re.search(r"[GM]iB", run.text("notes"))
+    decimal = re.search(r"memory in [GM]B", run.text("notes"))
+    low = measured * (GIB if binary else GB)
+    high = measured * (GB if decimal else GIB)
+    return prediction.memory_bytes / min(max(prediction.memory_bytes, low), high) - 1.0
 
 
 PLAN = (

@@ -87,7 +87,10 @@ class Run:
     @property
     def scored(self) -> bool:
         """The source stands by the number."""
-        return self.cells["status"] == "ok" and self.cells["split"] != "low_reliability"
+        return (
+            self.cells["status"] in ("ok", "memory_only")
+            and self.cells["split"] != "low_reliability"
+        )
 
 
 @dataclass(frozen=True)

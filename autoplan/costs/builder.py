@@ -152,6 +152,7 @@ class _TableBuilder:
         self.joined = replace(self.device, launch_s=0.0)
         self.kernel_cache: dict[tuple[Kernel, bool, float | None], tuple[float, str]] = {}
         self.fusion = Fusion(folded, wishes.runtime)
+        self.loss = _loss_ops(folded) if wishes.runtime.loss_bytes else frozenset()
 
     def op_table(self, op: Op, rows: int, known: OpTables) -> OpTable:
         """The op's table, from `known` where an equal one is there; see `build_tables`."""
@@ -259,7 +260,7 @@ class _TableBuilder:
             table.sources.append(shares)
             kept = saved_by(op, local_in, local_out, grads if backward else nothing)
             here = (local_out[i].size_bytes for i in kept.outputs if i < len(local_out))
-            table.saved_bytes.append(kept.extra_bytes + sum(here))
+            saved = kept.extra_bytes + sum(here)
             # the working set: its tensors, and in training their gradients; a view has no tensor of
             # its own, only a gradient
             made = sum(m.size_bytes for m, full in zip(local_out, outputs) if full is not None)
@@ -268,8 +269,23 @@ class _TableBuilder:
                 made *= 2 if backward else 1
             elif not backward:
                 made = 0
-            table.transient_bytes.append(float(made))
+            transient = float(made)
+            if backward and op.name in self.loss:
+                transient = self._loss_bytes(op, strategy, local_in[0])
+                saved = min(saved, transient)
+                transient -= saved
+            table.saved_bytes.append(saved)
+            table.transient_bytes.append(transient)
         return table
+
+    def _loss_bytes(self, op: Op, strategy: Strategy, logits: TensorMeta) -> float:
+        """Bytes that live at the peak of the loss as the runtime computes it; nothing at what
+        makes its logits, which is part of it.
+        """
+        if not op.target.startswith("autoplan.cross_entropy"):
+            return 0.0
+        split = isinstance(strategy.inputs[0].value[1], Shard)
+        return self.wishes.runtime.loss_bytes[int(split)] * logits.numel
 
     def _local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         return TensorMeta(layout.value.local_shape(meta.shape, self.mesh.axis_sizes), meta.dtype)
@@ -367,6 +383,20 @@ class _TableBuilder:
                 total += cost.time_s
                 shares[cost.source] = shares.get(cost.source, 0.0) + cost.time_s
         return total
+
+
+def _loss_ops(folded: Folded) -> frozenset[str]:
+    """Losses over classes, and what makes their logits, back to the product with a parameter."""
+    maker = {name: op for op in folded.ops for name in op.outputs if name}
+    losses = [op for op in folded.ops if op.target.startswith("autoplan.cross_entropy")]
+    found = {op.name for op in losses}
+    for op in losses:
+        while op.inputs and op.inputs[0] in maker:
+            op = maker[op.inputs[0]]
+            found.add(op.name)
+            if any(folded.graph.values[n].kind == "parameter" for n in op.inputs):
+                break
+    return frozenset(found)
 
 
 def _own_sizes(op: Op, local: TensorMeta, dim: int, backward: bool) -> list[float]:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from autoplan.costs.compute import kernel_time
 from autoplan.costs.tables import MeshCosts, ParameterTable, Wishes
 from autoplan.graph import Value
-from autoplan.placements import Layout, ShardingSpec
+from autoplan.placements import Layout, Shard, ShardingSpec
 from autoplan.sharding.resharding import Move, transition
 from autoplan.sharding.strategies import ParameterStrategy, parameter_strategies
 from autoplan.units import DTYPE_BYTES
@@ -52,6 +52,7 @@ def parameter_table(
         wanted or (Layout(whole, whole),),
         mesh.axis_sizes,
         wishes.zero_levels,
+        padded=wishes.runtime.pads_shards,
     )
     table = ParameterTable(value, _pinned(value.name, offered, mesh, wishes))
     for strategy in table.strategies:
@@ -63,6 +64,16 @@ def parameter_table(
 def _stored_bytes(value: Value) -> int:
     """Bytes of the whole parameter as it is stored: mixed precision stores it wider than used."""
     return value.meta.numel * DTYPE_BYTES[value.stored_dtype or value.meta.dtype]
+
+
+def _shard_bytes(value: Value, spec: ShardingSpec, mesh: MeshCosts) -> float:
+    """Bytes of the largest shard: of a dim that does not divide, the ceiling of its share."""
+    factor = 1.0
+    for placement, num in zip(spec, mesh.stored_sizes):
+        if isinstance(placement, Shard):
+            size = value.meta.shape[placement.dim]
+            factor *= -(-size // num) * num / size
+    return factor * _stored_bytes(value) / spec.num_shards(mesh.stored_sizes)
 
 
 def _is_copied(value: Value, strategy: ParameterStrategy) -> bool:
@@ -78,7 +89,7 @@ def _add_bytes(
     trainable: bool,
 ) -> None:
     value, sizes = table.value, mesh.axis_sizes
-    stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
+    stored = _shard_bytes(value, strategy.spec, mesh)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)
     table.parameter_bytes.append(stored + (in_use if _is_copied(value, strategy) else 0.0))
     gradient = 0.0
@@ -110,7 +121,7 @@ def _add_seconds(
             for move, size in gradient_moves(value, strategy, sizes, wishes.runtime.gradient_dtype)
         )
         gradient_s, reduce_s = (0.0, reduced) if reduces_each(strategy) else (reduced, 0.0)
-    stored = _stored_bytes(value) / strategy.spec.num_shards(mesh.stored_sizes)
+    stored = _shard_bytes(value, strategy.spec, mesh)
     in_use = value.meta.size_bytes / strategy.used.value.num_shards(sizes)
     device = mesh.profiles.device
     passes = STEP_PASSES[wishes.optimizer] * device.update_factor if trainable else 0.0

@@ -266,6 +266,7 @@ def parameter_strategies(
     wanted: tuple[Layout, ...],
     axis_sizes: tuple[int, ...],
     zero_levels: tuple[int, ...],
+    padded: bool = False,
 ) -> tuple[ParameterStrategy, ...]:
     """The distinct ways to store a parameter whose users want these layouts.
 
@@ -276,11 +277,12 @@ def parameter_strategies(
         axis_sizes: (dp, tp).
         zero_levels: Which of 0, 1, 2, 3 may be chosen; a level that nothing can be split for falls
             back to 0.
+        padded: Where nothing divides, the last shards are filled up.
     """
     found: dict[ParameterStrategy, None] = {}
     for used in dict.fromkeys(wanted):
         plain = _storable(used.value, shape, axis_sizes)
-        split = _split_over_data_parallel(plain, used.value, shape, axis_sizes)
+        split = _split_over_data_parallel(plain, used.value, shape, axis_sizes, padded)
         frozen = (
             not trainable and 3 not in zero_levels
         )  # ZeRO-1 and 2 split optimizer states, of which it has none
@@ -309,15 +311,20 @@ def _storable(
 
 
 def _split_over_data_parallel(
-    plain: ShardingSpec, used: ShardingSpec, shape: tuple[int, ...], axis_sizes: tuple[int, ...]
+    plain: ShardingSpec,
+    used: ShardingSpec,
+    shape: tuple[int, ...],
+    axis_sizes: tuple[int, ...],
+    padded: bool,
 ) -> ShardingSpec | None:
     """`plain` with the first axis splitting the longest free dim; None when it splits already or
-    nothing divides.
+    nothing divides and shards are not `padded`.
     """
     if axis_sizes[0] == 1 or not isinstance(used[0], Replicate):
         return None
     taken = {p.dim for p in (*plain.placements[1:], *used.placements[1:]) if isinstance(p, Shard)}
-    dims = [d for d, size in enumerate(shape) if d not in taken and size % axis_sizes[0] == 0]
+    free = [d for d in range(len(shape)) if d not in taken]
+    dims = [d for d in free if shape[d] % axis_sizes[0] == 0] or (free if padded else [])
     if not dims:
         return None
     return plain.replace(0, Shard(max(dims, key=lambda d: (shape[d], -d))))

@@ -131,10 +131,15 @@ class Partly:
     Attributes:
         shares: Representative op that runs again in backward -> in which share of the blocks.
         whole: All ops of a block run again together: of such blocks only what they hand on is kept.
+        cached: Ops of blocks that run again as a whole but for these: their outputs are kept, or
+            are of no use to backward.
+        dropped: Of them, those of no use.
     """
 
     shares: Mapping[str, float]
     whole: bool = False
+    cached: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,15 @@ class Workload:
         if self.partly is not None:
             return 1.0 + self.partly.shares.get(op, 0.0)
         return 2.0 if op in self.recomputed else 1.0
+
+    def cached_bytes(self, op: str, choice: int) -> float:
+        """Bytes of a cached op's outputs and of what it keeps beside them."""
+        table, sizes = self.tables.ops[op], self.tables.mesh.axis_sizes
+        made = 0.0
+        for name, layout in zip(table.op.outputs, table.strategies[choice].outputs):
+            if name:
+                made += self.graph.values[name].meta.size_bytes / layout.value.num_shards(sizes)
+        return max(made, table.saved_bytes[choice])
 
     def handed_on_bytes(self, op: str) -> np.ndarray:
         """Bytes of an op's outputs that later layers use, per strategy: what one recomputed layer

@@ -106,7 +106,7 @@ class Pricing:
         price, recomputed, partly = LayerPrice(), self.work.recomputed, self.work.partly
         done: set[tuple[str, int, int]] = set()
         parameters: dict[str, None] = {}
-        working = kept = aside = 0.0
+        working = kept = aside = cached = 0.0
         entering: set[str] = set()
         ahead, back = Streams(), Streams()
         for full_name in ops:
@@ -133,6 +133,8 @@ class Pricing:
             working += table.saved_bytes[choice]
             if name in recomputed:
                 kept += float(self.work.handed_on_bytes(name)[choice])
+            if partly is not None and name in partly.cached - partly.dropped:
+                cached += self.work.cached_bytes(name, choice)
             aside += (2.0 - runs) * table.saved_bytes[choice]
             for value, p, q in self.uses(name):
                 if value in self.tables.parameters:
@@ -146,7 +148,7 @@ class Pricing:
         again = any(self.folded.representative.get(n, n) in recomputed for n in ops)
         price.activation_bytes = kept if again else working
         if again and partly is not None:
-            price.activation_bytes = aside
+            price.activation_bytes = kept + cached if partly.cached else aside
             if partly.whole:
                 share = max(partly.shares.values())
                 price.activation_bytes = share * kept + (1.0 - share) * working
