@@ -42,6 +42,8 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
             the same group.
         most_zero: The highest ZeRO level it has.
         norm_passes: Times that a norm moves the bytes of one kernel: more where it is written out.
+        softmax_passes: The same for the softmax of unfused attention: more where scale and mask are
+            kernels of their own.
         selective: What its selective recomputation runs again: "core" (attention between its
             projections), "operators" (all but attention and every second product) or "blocks"
             (every second one).
@@ -76,6 +78,8 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
             backward reads is kept.
         loss_bytes: Bytes per logit that live at the peak of the loss, and where ranks split the
             classes; (): as PyTorch's kernels keep them.
+        bins: Tokens by which sequences are sorted into bins, and a microbatch filled up to the end
+            of its bin; 0: what is missing is left out; None: filled up to the stated length.
         step_bytes: Bytes per parameter that the optimizer's step holds beside gradients and states.
         provenance: Of the traits.
     """
@@ -86,6 +90,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     fuses: tuple[tuple[str, ...], ...] = ()
     most_zero: int = 3
     norm_passes: Number = 1.0
+    softmax_passes: Number = 1.0
     selective: Literal["core", "operators", "blocks"] = "core"
     attention: tuple[str, ...] = ("flash2",)
     packs_qkv: bool = True
@@ -112,6 +117,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     pads_shards: bool = False
     compiled: bool = False
     loss_bytes: tuple[Number, ...] = ()
+    bins: Annotated[int, msgspec.Meta(ge=0)] | None = None
     step_bytes: Number = 0.0
     provenance: dict[str, Trait] = {}
 

@@ -39,7 +39,12 @@ LEVELS = {r"grad_op|zero.?2": 2, r"fsdp|zero.?3|full_shard": 3, r"zero.?1": 1, "
 
 
 class Architecture(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What a model's name says beyond its sizes; see `Sizes`. `refuse`: why it is not expressed."""
+    """What a model's name says beyond its sizes; see `Sizes`.
+
+    Attributes:
+        filled: Stated length of a sequence -> share of it that is no padding; 1 where absent.
+        refuse: Why it is not expressed.
+    """
 
     name: str
     gated: bool = True
@@ -54,6 +59,7 @@ class Architecture(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     head_dim: int = 0
     experts: int = 0
     top_k: int = 0
+    filled: dict[int, float] = {}
     refuse: str = ""
 
 
@@ -119,7 +125,7 @@ def case_of(run: Run) -> Case:
         recomputes = ("none", "selective")
         run.assumed.append("the least recomputation that fits")
     traits = _for_row(runtime_for(run), run)
-    sizes = sizes_of(run, degrees, fused=traits.fused_attention)
+    sizes = sizes_of(run, degrees, fused=traits.fused_attention, bins=traits.bins)
     sizes = replace(sizes, packed=traits.packs_qkv)
     float8 = "fp8" in run.text("precision")
     cluster = cluster_of(run)
@@ -161,8 +167,9 @@ def _for_row(traits: Runtime, run: Run) -> Runtime:
     return traits
 
 
-def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True) -> Sizes:
-    """The model of a run at its microbatch; `fused`: attention is, where the row does not say it.
+def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True, bins: int | None = None) -> Sizes:
+    """The model of a run at its microbatch; `fused`: attention is, where the row does not say it;
+    `bins`: to what sequences are filled up, see `Runtime`.
 
     Raises:
         NotExpressedError: A size is not stated, or the model is of a kind that is not expressed.
@@ -189,7 +196,7 @@ def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True) -> Sizes:
     kv_heads = max(run.count("kv_heads", heads), degrees.tp)
     if heads % kv_heads:
         raise NotExpressedError(f"{kv_heads} key-value heads do not divide {heads} heads")
-    seq = run.count("seq_len")
+    seq = _computed_tokens(run.count("seq_len"), kind, bins)
     if seq % degrees.cp:
         raise NotExpressedError(f"{degrees.cp} context ranks do not divide {seq} tokens")
     experts, top_k = _experts_of(run, kind)
@@ -237,6 +244,19 @@ def sizes_of(run: Run, degrees: Degrees, *, fused: bool = True) -> Sizes:
         if off[0] > 0.1 and off[1] < off[0] / 3:
             return other
     return sizes
+
+
+def _computed_tokens(seq: int, kind: Architecture, bins: int | None) -> int:
+    """Tokens that a sequence of a stated length costs on average: those that are no padding, and
+    half a bin.
+
+    Source: Krell et al., "Efficient sequence packing without cross-contamination", 2021: half of
+    the tokens of BERT's pretraining sequences of 512 are padding.
+    """
+    filled = kind.filled.get(seq, 1.0)
+    if bins is None or filled == 1.0:
+        return seq
+    return min(seq, math.ceil(filled * seq + bins / 2.0))
 
 
 def _experts_of(run: Run, kind: Architecture) -> tuple[int, int]:

@@ -152,6 +152,8 @@ class _TableBuilder:
         self.joined = replace(self.device, launch_s=0.0)
         self.kernel_cache: dict[tuple[Kernel, bool, float | None], tuple[float, str]] = {}
         self.fusion = Fusion(folded, wishes.runtime)
+        self.passes = dict.fromkeys(NORMS, wishes.runtime.norm_passes)
+        self.passes["softmax"] = wishes.runtime.softmax_passes
         self.loss = _loss_ops(folded) if wishes.runtime.loss_bytes else frozenset()
 
     def op_table(self, op: Op, rows: int, known: OpTables) -> OpTable:
@@ -246,8 +248,8 @@ class _TableBuilder:
             later = backward_kernels(op, local_in, local_out, grads) if backward else ()
             if op.name in self.wishes.float8:
                 kernels, later = self._in_float8(kernels), self._in_float8(later)
-            if stem_of(op) in NORMS:
-                kernels, later = self._written_out(kernels), self._written_out(later)
+            passes = self.passes.get(stem_of(op), 1.0)
+            kernels, later = _written_out(kernels, passes), _written_out(later, passes)
             kernels = self.fusion.fused(op, kernels, local_in, local_out)
             later = self.fusion.fused(op, later, local_in, local_out)
             ahead = self._kernels_s(op, kernels, shares, 0)
@@ -327,10 +329,6 @@ class _TableBuilder:
             return sum(kernel.shape[0] if kernel.shape else 1 for kernel in kernels)
         return sum(kernel.family != "view" for kernel in kernels)
 
-    def _written_out(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        passes = self.wishes.runtime.norm_passes
-        return tuple(replace(k, num_bytes=k.num_bytes * passes) for k in kernels)
-
     def _in_float8(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
         """Products in float8, each behind passes that write its operands' copies.
 
@@ -383,6 +381,13 @@ class _TableBuilder:
                 total += cost.time_s
                 shares[cost.source] = shares.get(cost.source, 0.0) + cost.time_s
         return total
+
+
+def _written_out(kernels: tuple[Kernel, ...], passes: float) -> tuple[Kernel, ...]:
+    """What one kernel could do, done by several that move its bytes `passes` times."""
+    if passes == 1.0:
+        return kernels
+    return tuple(replace(k, num_bytes=k.num_bytes * passes) for k in kernels)
 
 
 def _loss_ops(folded: Folded) -> frozenset[str]:
