@@ -58,6 +58,8 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
         host_us: Host time to launch one kernel: a layer takes no less than its launches.
         send_us: Host time around one transfer between stages.
         step_us: Host time once per step, behind which nothing runs.
+        owner_us: Host time for one rank's shard of what the optimizer updated, where the owners send
+            theirs to all others one after the other.
         hides_gradients: Gradients are reduced while backward goes on.
         hides_gathers: Sharded parameters are gathered ahead of their use.
         hides_tp: Share of the tensor parallel communication that runs behind products.
@@ -101,6 +103,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     host_us: Number = 0.0
     send_us: Number = 0.0
     step_us: Number = 0.0
+    owner_us: Number = 0.0
     hides_gradients: bool = False
     hides_gathers: bool = False
     hides_tp: Share = 0.0

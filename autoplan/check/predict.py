@@ -115,13 +115,20 @@ def predict(run: Run) -> Prediction:
         run,
         case.cluster.device.name,
         case.traits.name,
-        found.step_s + case.traits.step_us * US,
+        found.step_s + (case.traits.step_us + _owners_us(run, case)) * US,
         case.memory_bytes(found),
         measured,
         case.cluster.device.memory_bytes,
         recompute,
         _kinds(found),
     )
+
+
+def _owners_us(run: Run, case: Case) -> float:
+    """Microseconds of the step in which owners of shards send them, one after the other."""
+    level, size = zero_level(run, case.traits, case.cluster, case.degrees)
+    ranks = size or case.degrees.dp * case.degrees.cp
+    return case.traits.owner_us * ranks if level in (1, 2) and ranks > 1 else 0.0
 
 
 def _kinds(priced: Priced) -> dict[str, float]:

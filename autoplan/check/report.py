@@ -18,6 +18,7 @@ from typing import Any
 
 from autoplan.accuracy import Checked, write_checked
 from autoplan.check.predict import Prediction
+from autoplan.check.rows import Run
 from autoplan.check.sweep import Swept
 from autoplan.units import GB, GIB
 
@@ -97,8 +98,7 @@ def memory_error(prediction: Prediction) -> float | None:
 
 
 PLAN = (
-    "tp", "pp", "vpp", "cp", "ep", "micro_batch_seqs", "sequence_parallel", "fsdp_or_zero",
-    "recompute",
+    "tp", "pp", "vpp", "cp", "ep", "micro_batch_seqs", "sequence_parallel", "recompute",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _groups(predictions: Sequence[Prediction]) -> list[list[tuple[float, float]]
     for p in predictions:
         if p.measured_s is not None:
             key = (p.run.prefix, *(p.run.text(name) for name in names))
-            plan = tuple(p.run.text(name) for name in PLAN)
+            plan = (*(p.run.text(name) for name in PLAN), _sharing(p.run))
             found.setdefault(key, {}).setdefault(plan, []).append((p.step_s, p.measured_s))
     return [
         [
@@ -121,6 +121,12 @@ def _groups(predictions: Sequence[Prediction]) -> list[list[tuple[float, float]]
         for plans in found.values()
         if len(plans) >= LEAST_GROUP
     ]
+
+
+def _sharing(run: Run) -> str:
+    """What is sharded among which ranks: groups as large as all there are, are none."""
+    text = run.text("fsdp_or_zero")
+    return text.removesuffix(f" within groups of {run.text('dp')}")
 
 
 def spearman(a: list[float], b: list[float]) -> float:
