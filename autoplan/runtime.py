@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,6 +28,18 @@ class Trait(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tru
     source: Literal["published", "fitted", "assumed", "measured", "given"]
     document: str = ""
     note: str = ""
+
+
+class Variant(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """What a release or an option of a framework does otherwise.
+
+    Attributes:
+        when: Pattern of the sources and notes of runs that used it.
+        traits: Fields of `Runtime` that it changes.
+    """
+
+    when: str
+    traits: dict[str, Any]
 
 
 class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, dict=True):
@@ -58,14 +70,14 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
         host_us: Host time to launch one kernel: a layer takes no less than its launches.
         send_us: Host time around one transfer between stages.
         step_us: Host time once per step, behind which nothing runs.
-        owner_us: Host time for one rank's shard of what the optimizer updated, where the owners send
+        owner_us: Time for one rank's shard of what the optimizer updated, where the owners send
             theirs to all others one after the other.
         hides_gradients: Gradients are reduced while backward goes on.
         hides_gathers: Sharded parameters are gathered ahead of their use.
         hides_tp: Share of the tensor parallel communication that runs behind products.
         gathers_again: Activations gathered over tensor parallel ranks are kept as their parts.
         contention: Of the shorter of two that run at once, the share by which both delay the end.
-        gradient_dtype: In which gradients are reduced; "" as they are stored.
+        gradient_dtype: In which gradients are summed and reduced; "" as they are stored.
         products: Share of the rate of the device's best products that its libraries reach.
         bundles: Parameters of a layer are gathered, and gradients reduced, in one collective.
         float8_casts: Passes over each operand of a product to make its float8 copy.
@@ -83,6 +95,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
         bins: Tokens by which sequences are sorted into bins, and a microbatch filled up to the end
             of its bin; 0: what is missing is left out; None: filled up to the stated length.
         step_bytes: Bytes per parameter that the optimizer's step holds beside gradients and states.
+        variants: Releases and options; all that match count, later ones win.
         provenance: Of the traits.
     """
 
@@ -122,6 +135,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     loss_bytes: tuple[Number, ...] = ()
     bins: Annotated[int, msgspec.Meta(ge=0)] | None = None
     step_bytes: Number = 0.0
+    variants: tuple[Variant, ...] = ()
     provenance: dict[str, Trait] = {}
 
     @cached_property
@@ -186,8 +200,27 @@ def runtime_of(text: str, zero: int = 0) -> Runtime | None:
     level.
     """
     for known in runtimes():
-        if known.most_zero >= zero and any(
-            re.search(pattern, text, re.IGNORECASE) for pattern in known.matches
-        ):
-            return known
+        if known.most_zero >= zero and any(_found(pattern, text) for pattern in known.matches):
+            return _as_used(known.name, tuple(_found(v.when, text) for v in known.variants))
     return None
+
+
+def _found(pattern: str, text: str) -> bool:
+    return re.search(pattern, text, re.IGNORECASE) is not None
+
+
+@lru_cache(maxsize=256)
+def _as_used(name: str, which: tuple[bool, ...]) -> Runtime:
+    """A shipped runtime with the variants that were used."""
+    known = runtime(name)
+    changed: dict[str, Any] = {}
+    for variant, used in zip(known.variants, which):
+        changed |= variant.traits if used else {}
+    if not changed:
+        return known
+    try:
+        return msgspec.convert({**msgspec.to_builtins(known), **changed}, Runtime)
+    except msgspec.ValidationError as problem:
+        raise ProfileError(
+            f"variants of runtime {name!r}: {problem}. Correct the file."
+        ) from problem

@@ -25,13 +25,13 @@ import numpy as np
 from autoplan.check import case, machines, predict
 from autoplan.check.rows import NotExpressedError, Run, read_runs
 from autoplan.cluster_format import profiles_dir
-from autoplan.runtime import runtimes
+from autoplan.runtime import _as_used, runtimes
 
 STEP = 1.1  # of a finite difference, as a factor
 LARGEST_MOVE = 0.35  # logarithm of the largest factor of one fit
 PRIOR = 0.02  # weight of staying, in sources
 SWEEPS = 40
-MOST_ACTIONS = 6000  # of a replay: longer ones would take most of the time
+MOST_ACTIONS = 40000  # of a replay: longer ones would take most of the time
 # devices of one architecture and power class share what is fitted
 FAMILIES = (
     ("a100-80g", "a100-40g", "a800-80g"),
@@ -57,13 +57,13 @@ class Constant:
     """
 
     files: tuple[str, ...]
-    path: tuple[str, ...]
+    path: tuple[str | int, ...]
     low: float
     high: float
     neutral: float
 
     def __str__(self) -> str:
-        return f"{self.files[0]} {'.'.join(self.path)}"
+        return f"{self.files[0]} {'.'.join(map(str, self.path))}"
 
     def read(self) -> float:
         value = json.loads((profiles_dir() / self.files[0]).read_text())
@@ -82,28 +82,32 @@ class Constant:
             inner[self.path[-1]] = float(f"{number:.3g}")
             path.write_text(json.dumps(document, indent=2) + "\n")
         runtimes.cache_clear()
+        _as_used.cache_clear()
         machines._cluster.cache_clear()
 
 
 def constants() -> list[Constant]:
     """What is fitted."""
     found = []
+    bounds = {
+        "host_us": (2.0, 80.0, 8.0),
+        "contention": (0.05, 0.4, 0.15),
+        "products": (0.8, 1.0, 0.92),
+        "float8_casts": (0.5, 5.0, 1.5),
+        "hides_tp": (0.2, 0.95, 0.7),
+        "norm_passes": (1.0, 6.0, 2.0),
+        "owner_us": (500.0, 5000.0, 2500.0),
+    }
     for path in sorted((profiles_dir() / "runtimes").glob("*.json")):
         if path.stem == "autoplan":
             continue
-        document, file = json.loads(path.read_text()), f"runtimes/{path.name}"
-        if document.get("host_us"):
-            found.append(Constant((file,), ("host_us",), 2.0, 80.0, 8.0))
-        if document.get("contention"):
-            found.append(Constant((file,), ("contention",), 0.05, 0.4, 0.15))
-        if document.get("products"):
-            found.append(Constant((file,), ("products",), 0.8, 1.0, 0.92))
-        if document.get("float8_casts"):
-            found.append(Constant((file,), ("float8_casts",), 0.5, 5.0, 1.5))
-        if document.get("hides_tp"):
-            found.append(Constant((file,), ("hides_tp",), 0.2, 0.95, 0.7))
-        if document.get("norm_passes", 1.0) > 1.0:
-            found.append(Constant((file,), ("norm_passes",), 1.0, 6.0, 2.0))
+        document, files = json.loads(path.read_text()), (f"runtimes/{path.name}",)
+        variants = enumerate(document.get("variants", ()))
+        places = [((), document), *((("variants", i, "traits"), v["traits"]) for i, v in variants)]
+        for where, traits in places:
+            for key, (low, high, neutral) in bounds.items():
+                if traits.get(key, 0.0) > (1.0 if key == "norm_passes" else 0.0):
+                    found.append(Constant(files, (*where, key), low, high, neutral))
     for family in FAMILIES:
         files = tuple(f"devices/{device}.json" for device in family)
         found.append(Constant(files, ("kernel", "sustained"), 0.4, 1.0, 0.85))

@@ -140,7 +140,10 @@ def _add_seconds(
     accumulate_s = 0.0
     if trainable and strategy.zero < 3:
         # a microbatch's gradient and the sum so far are read, the sum is written
-        moved = in_use + 2 * _stored_bytes(value) / strategy.used.grad.num_shards(sizes)
+        summed = float(_stored_bytes(value))
+        if dtype:
+            summed = float(value.meta.numel * DTYPE_BYTES[dtype])
+        moved = in_use + 2 * summed / strategy.used.grad.num_shards(sizes)
         accumulate_s = kernel_time(
             mesh.profiles.device, "memory", 0.0, moved, value.meta.dtype
         ).time_s

@@ -40,10 +40,10 @@ class Streams:
         return max(self.compute_s, runtime.host_s * self.launches)
 
     def chain_s(self, runtime: Runtime) -> float:
-        """Computing and what of the exchanges it waits for."""
+        """Computing and what of the exchanges it waits for; the host launches on meanwhile."""
         hidden = runtime.hides_tp * min(self.exchange_s, self.compute_s)
         waited_s = self.waited_s + self.exchange_s - hidden + runtime.contention * hidden
-        return self.busy_s(runtime) + waited_s
+        return max(self.compute_s + waited_s, runtime.host_s * self.launches)
 
     def time_s(self, runtime: Runtime) -> float:
         """All of the pass."""
@@ -232,7 +232,9 @@ class Pricing:
                 back.gather_s += back_s + again_s
             else:
                 ahead.exchange_s += forth_s
+                ahead.launches += forth_s > 0.0
                 back.exchange_s += back_s + again_s
+                back.launches += (back_s > 0.0) + (runs - 1.0) * (forth_s > 0.0)
         if consumer not in table.keepers or (f"kept:{value}", p, q) in done:
             return 0.0
         done.add((f"kept:{value}", p, q))

@@ -85,7 +85,7 @@ def test_the_framework_follows_source_level_and_notes() -> None:
     assert runtime_for(run_of(source="SC21", fsdp_or_zero="zero3")).name == "deepspeed-2021"
     assert runtime_for(run_of(source="pytorch/torchtitan")).name == "torchtitan"
     titan = run_of(source="pytorch/torchtitan", notes="FSDP, AsyncTP")
-    assert runtime_for(titan).name == "torchtitan-async"
+    assert runtime_for(titan).name == "torchtitan"
     assert runtime_for(run_of(source="somebody", fsdp_or_zero="fsdp2")).name == "fsdp"
 
 
