@@ -68,7 +68,7 @@ class Runtime(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
         counts_masked: Its stated FLOP/s count attention's products in full, masked or not.
         sequence_parallel: It can split activations between tensor parallel regions by tokens.
         host_us: Host time to launch one kernel: a layer takes no less than its launches.
-        send_us: Host time around one transfer between stages.
+        send_us: Host time around the transfers of one pass of a stage, which waits for them.
         step_us: Host time once per step, behind which nothing runs.
         owner_us: Time for one rank's shard of what the optimizer updated, where the owners send
             theirs to all others one after the other.

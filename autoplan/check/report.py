@@ -3,7 +3,8 @@
 
 In: predictions and rows that could not be expressed. Out: figures per source and overall. MAPE is
 the mean of |predicted / measured - 1|; bias the mean of its signed value; rank the mean Spearman
-correlation over groups of the same model, GPUs and batch with four plans or more.
+correlation over groups of the same model, GPUs and batch with four plans or more; "noise" the same
+where plans that were measured within NOISE of each other may come in either order.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autoplan.check.sweep import Swept
 from autoplan.units import GB, GIB
 
 LEAST_GROUP = 4
+NOISE = 0.02  # by which runs of one plan differ: the repeated rows of the sources
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Accuracy:
     worst_tenth: float
     bias: float
     rank: float | None
+    rank_beyond_noise: float | None
     groups: int
     best_in_three: int
     memory_count: int
@@ -57,10 +60,11 @@ def accuracy_of(name: str, predictions: Iterable[Prediction]) -> Accuracy:
     given = list(predictions)
     errors = [p.error for p in given if p.error is not None]
     sizes = sorted(abs(e) for e in errors)
-    ranks, best = [], 0
+    ranks, beyond, best = [], [], 0
     for group in _groups(given):
         a, b = [x for x, _ in group], [y for _, y in group]
         ranks.append(spearman(a, b))
+        beyond.append(spearman(a, _in_noise(a, b)))
         quickest = min(range(len(group)), key=lambda i: b[i])
         best += sorted(range(len(group)), key=lambda i: a[i]).index(quickest) < 3
     memory = [e for p in given if (e := memory_error(p)) is not None]
@@ -72,6 +76,7 @@ def accuracy_of(name: str, predictions: Iterable[Prediction]) -> Accuracy:
         sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)] if sizes else 0.0,
         statistics.fmean(errors) if errors else 0.0,
         statistics.fmean(ranks) if ranks else None,
+        statistics.fmean(beyond) if beyond else None,
         len(ranks),
         best,
         len(memory),
@@ -138,6 +143,23 @@ def spearman(a: list[float], b: list[float]) -> float:
     return over / under if under else 1.0
 
 
+def _in_noise(predicted: list[float], measured: list[float]) -> list[float]:
+    """Places of the measured values; of those within NOISE of the least of them, in the order of
+    the predictions.
+    """
+    order = sorted(range(len(measured)), key=lambda i: measured[i])
+    runs: list[list[int]] = []
+    for i in order:
+        if runs and measured[i] <= measured[runs[-1][0]] * (1.0 + NOISE):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    places = [0.0] * len(measured)
+    for place, i in enumerate(i for run in runs for i in sorted(run, key=lambda i: predicted[i])):
+        places[i] = float(place)
+    return places
+
+
 def _ranks(values: list[float]) -> list[float]:
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2.0 for v in values]
@@ -155,10 +177,13 @@ def render(swept: Swept, *, rows: bool = False) -> str:
     predictions, refused = swept.predictions, swept.refused
     lines = [
         f"{'source':12} {'rows':>5} {'MAPE':>6} {'median':>7} {'p90':>6} {'bias':>7} {'rank':>5} "
+        f"{'noise':>5} "
         f"{'groups':>6} {'top 3':>5} {'memory':>6} {'lowest':>7} {'mean':>7}"
     ]
     for a in by_source(predictions):
-        rank = f"{a.rank:5.2f}" if a.rank is not None else "     "
+        rank = " " * 11
+        if a.rank is not None and a.rank_beyond_noise is not None:
+            rank = f"{a.rank:5.2f} {a.rank_beyond_noise:5.2f}"
         memory = (
             f"{a.memory_count:6d} {a.memory_under:+7.1%} {a.memory_over:+7.1%}"
             if a.memory_count

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from autoplan.solver.intra_op import Edge, IntraOpProblem, IntraOpSolution, solv
 from autoplan.solver.layers import Layers
 from autoplan.solver.pricing import Pricing
 from autoplan.solver.repeated import Repeated
-from autoplan.units import format_bytes
+from autoplan.units import US, format_bytes
 
 TIME_UNIT_FLOOR_S = 1e-12
 
@@ -369,6 +370,7 @@ class CandidateSolver:
             prices = [prices[i] for i in self.repeated.layers]
             deep = self.repeated.layers[:-1]
             send = [send[min(i, len(send) - 1)] for i in deep] if send else []
+        prices = self._with_transfers(prices)
         assignment = self._partition(pricing, prices, send, limit_bytes, self.stage_layers)
         gap = 0.0
         if solution is not None:
@@ -383,6 +385,31 @@ class CandidateSolver:
             tuple(send),
             gap,
             solution is None or solution.optimal,
+        )
+
+    def _with_transfers(self, prices: list[LayerPrice]) -> list[LayerPrice]:
+        """Layers with the host time around transfers between stages, in which a stage does nothing
+        else: once a pass, at the first layer of a stage; of every layer a part, where cuts are
+        open.
+        """
+        each_s = self.work.runtime.send_us * US
+        if self.candidate.pp == 1 or not each_s:
+            return prices
+        stages = self.candidate.pp * self.candidate.chunks
+        shares = [stages / len(prices)] * len(prices)
+        if self.stage_layers is not None:
+            firsts = set(accumulate(self.stage_layers[:-1], initial=0))
+            shares = [float(i in firsts) for i in range(len(prices))]
+        return [self._waiting(price, share * each_s) for price, share in zip(prices, shares)]
+
+    def _waiting(self, price: LayerPrice, each_s: float) -> LayerPrice:
+        back_s = each_s if self.training else 0.0
+        return replace(
+            price,
+            forward_s=price.forward_s + each_s,
+            backward_s=price.backward_s + back_s,
+            communication_s=price.communication_s + each_s + back_s,
+            forward_communication_s=price.forward_communication_s + each_s,
         )
 
     def recut(self, priced: Priced, stage_layers: tuple[int, ...]) -> StageAssignment:

@@ -19,7 +19,6 @@ from autoplan.runtime import Runtime
 from autoplan.sharding.cutting import chain_ops
 from autoplan.solver.assemble import boundary_layout
 from autoplan.solver.candidate import LayerPrice, Workload
-from autoplan.units import US
 
 
 @dataclass
@@ -330,7 +329,6 @@ class Pricing:
                 seconds = max(
                     collective_time(mesh.profiles, "send", sent, group).time_s for group in groups
                 )
-            seconds += self.work.runtime.send_us * US
             if gathered:
                 gather = collective_time(mesh.profiles, "all_gather", gathered, mesh.groups[1])
                 seconds += gather.time_s

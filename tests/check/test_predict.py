@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from check_rows import run_of
 from click.testing import CliRunner
 
 from autoplan.accuracy import checked, expected_error
-from autoplan.check.report import accuracy_of, memory_error, spearman
+from autoplan.check.predict import predict
+from autoplan.check.report import _in_noise, _sharing, accuracy_of, memory_error, spearman
 from autoplan.check.rows import read_runs
 from autoplan.check.sweep import Swept, sweep
 from autoplan.cli import cli
 from autoplan.runtime import OWN, runtime, runtimes
+from autoplan.solver.pricing import Streams
 
 RUNS = Path(__file__).resolve().parent.parent / "data" / "runs.csv"
 
@@ -57,6 +61,76 @@ def test_rank_correlation_is_spearmans() -> None:
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     # 1 - 6 sum d^2 / (n (n^2 - 1)) with d = (0, 1, -1, 0)
     assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(1 - 6 * 2 / (4 * 15))
+
+
+def test_order_within_noise_is_not_judged() -> None:
+    # 1.00, 1.01 and 1.019 lie within 2% of the first, 1.03 does not
+    measured = [1.0, 1.01, 1.019, 1.03]
+    assert spearman([3.0, 2.0, 1.0, 4.0], _in_noise([3.0, 2.0, 1.0, 4.0], measured)) == 1.0
+    assert spearman([4.0, 2.0, 1.0, 3.0], _in_noise([4.0, 2.0, 1.0, 3.0], measured)) < 1.0
+
+
+def test_groups_of_all_ranks_are_none() -> None:
+    assert _sharing(run_of(fsdp_or_zero="zero1 within groups of 8", dp="8")) == "zero1"
+    assert _sharing(run_of(fsdp_or_zero="zero1 within groups of 8", dp="16")) != "zero1"
+
+
+def test_the_host_launches_while_the_device_exchanges() -> None:
+    host = msgspec.structs.replace(OWN, host_us=10.0)
+    streams = Streams(compute_s=2e-3, exchange_s=1e-3, waited_s=1e-3, launches=300.0)
+    assert streams.chain_s(host) == pytest.approx(4e-3)  # 3 ms of launches run beside
+    assert replace(streams, launches=500.0).chain_s(host) == pytest.approx(5e-3)
+    assert streams.chain_s(OWN) == pytest.approx(4e-3)
+
+
+SMALL = {
+    "model": "gpt", "layers": "8", "hidden": "512", "heads": "8", "vocab": "512", "seq_len": "256",
+    "gpus": "4", "tp": "1", "micro_batch_seqs": "1", "global_batch_seqs": "32",
+    "recompute": "none", "precision": "fp16", "attention_kernel": "flash",
+}  # fmt: skip
+
+
+def _step_s(monkeypatch: pytest.MonkeyPatch, *, cells: dict[str, str], **traits: object) -> float:
+    changed = msgspec.structs.replace(runtime("megatron-2021"), **traits)
+    monkeypatch.setattr("autoplan.check.case.runtime_for", lambda run: changed)
+    return predict(run_of(**SMALL, **cells)).step_s
+
+
+def test_a_stage_waits_for_its_transfers_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = {"pp": "4", "dp": "1"}
+    none = _step_s(monkeypatch, cells=cells, send_us=0.0)
+    some = _step_s(monkeypatch, cells=cells, send_us=1000.0)
+    # 32 microbatches and 3 to fill and drain, forward and backward
+    assert some - none == pytest.approx(2 * (32 + 3) * 1e-3, rel=0.05)
+
+
+def test_owners_send_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = {"pp": "1", "dp": "4"}
+    for level, each in (("zero1", 4), ("zero1 within groups of 2", 2), ("none", 0)):
+        stated = {**cells, "fsdp_or_zero": level}
+        none = _step_s(monkeypatch, cells=stated, owner_us=0.0)
+        some = _step_s(monkeypatch, cells=stated, owner_us=1000.0)
+        assert some - none == pytest.approx(each * 1e-3, rel=1e-6, abs=1e-12)
+
+
+def test_sums_of_gradients_have_the_dtype_they_are_reduced_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = {"pp": "1", "dp": "4"}
+    wide = _step_s(monkeypatch, cells=cells, gradient_dtype="float32", host_us=0.0)
+    half = _step_s(monkeypatch, cells=cells, gradient_dtype="float16", host_us=0.0)
+    # of 8 blocks' matrices, 4 bytes less read and written of each of 8 sums, at 2039 GB/s at most
+    assert wide - half > 8 * 8 * 12 * 512**2 * 4 / 2039e9
+
+
+def test_a_softmax_of_several_kernels_moves_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = {"pp": "1", "dp": "4"}
+    monkeypatch.setitem(SMALL, "attention_kernel", "unfused")
+    monkeypatch.setitem(SMALL, "seq_len", "1024")
+    one = _step_s(monkeypatch, cells=cells, softmax_passes=1.0, host_us=0.0)
+    two = _step_s(monkeypatch, cells=cells, softmax_passes=2.0, host_us=0.0)
+    # forward and backward read and write 5 scores of 2 bytes, 8 blocks, 8 microbatches
+    assert two - one > 8 * 8 * 5 * 8 * 1024**2 * 2 / 2039e9
 
 
 def test_the_command_prints_draws_and_writes(tmp_path: Path) -> None:

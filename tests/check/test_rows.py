@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from check_rows import run_of
 
-from autoplan.check.case import runtime_for, sizes_of
+from autoplan.check.case import case_of, runtime_for, sizes_of
 from autoplan.check.machines import cluster_of
 from autoplan.check.rows import COLUMNS, degrees_of, measured_s, read_runs
 from autoplan.check.sweep import sweep
@@ -84,9 +84,36 @@ def test_the_framework_follows_source_level_and_notes() -> None:
     assert runtime_for(run_of(source="2104.04473 SC21")).name == "megatron-2021"
     assert runtime_for(run_of(source="SC21", fsdp_or_zero="zero3")).name == "deepspeed-2021"
     assert runtime_for(run_of(source="pytorch/torchtitan")).name == "torchtitan"
-    titan = run_of(source="pytorch/torchtitan", notes="FSDP, AsyncTP")
-    assert runtime_for(titan).name == "torchtitan"
     assert runtime_for(run_of(source="somebody", fsdp_or_zero="fsdp2")).name == "fsdp"
+
+
+def test_releases_and_options_of_a_framework_add_up() -> None:
+    plain = runtime_for(run_of(source="pytorch/torchtitan 2025"))
+    assert (plain.hides_tp, plain.loss_bytes) == (0.0, (6.0, 10.0))
+    both = runtime_for(run_of(source="pytorch/torchtitan 202412", notes="async TP, rowwise"))
+    assert both.hides_tp > 0.0
+    assert both.float8_casts > plain.float8_casts
+    assert both.loss_bytes == (14.0, 18.0)
+    assert not runtime_for(run_of(source="pytorch/torchtitan 202412", notes="(eager)")).compiled
+
+
+@pytest.mark.parametrize(
+    ("seq", "source", "tokens"),
+    [
+        ("512", "NVIDIA/DeepLearningExamples BERT", 288),  # half of them, and half a bin of 64
+        ("128", "NVIDIA/DeepLearningExamples BERT", 128),
+        ("512", "MLPerf Megatron-LM", 256),
+        ("512", "Megatron-DeepSpeed", 512),
+    ],
+)
+def test_padding_is_computed_as_far_as_a_framework_fills_up(
+    seq: str, source: str, tokens: int
+) -> None:
+    run = run_of(
+        source=source, model="BERT-Large", layers="24", hidden="1024", heads="16", vocab="30528",
+        seq_len=seq, gpus="1", tp="1", dp="1", micro_batch_seqs="32", global_batch_seqs="64",
+    )  # fmt: skip
+    assert case_of(run).sizes.seq == tokens
 
 
 def test_the_count_of_parameters_tells_a_gate() -> None:
