@@ -115,7 +115,7 @@ def constants() -> list[Constant]:
         at = ("kernel", "efficiency", "memory", "share")
         found.append(Constant(files, at, 0.75, 0.92, 0.85))
     for link in ("ib-hdr", "ib-ndr", "eth-400g"):
-        found.append(Constant((f"links/{link}.json",), ("efficiency",), 0.4, 1.0, 0.85))
+        found.append(Constant((f"links/{link}.json",), ("efficiency",), 0.4, 0.95, 0.85))
     return found
 
 
