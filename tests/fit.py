@@ -97,7 +97,7 @@ def constants() -> list[Constant]:
         "hides_tp": (0.2, 0.95, 0.7),
         "norm_passes": (1.0, 6.0, 2.0),
         "send_us": (50.0, 3000.0, 500.0),
-        "owner_us": (500.0, 5000.0, 2500.0),
+        "owner_us": (50.0, 5000.0, 100.0),
     }
     for path in sorted((profiles_dir() / "runtimes").glob("*.json")):
         if path.stem == "autoplan":
