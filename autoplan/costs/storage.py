@@ -140,9 +140,7 @@ def _add_seconds(
     accumulate_s = 0.0
     if trainable and strategy.zero < 3:
         # a microbatch's gradient and the sum so far are read, the sum is written
-        summed = float(_stored_bytes(value))
-        if dtype:
-            summed = float(value.meta.numel * DTYPE_BYTES[dtype])
+        summed = _summed_bytes(value, wishes.runtime.gradient_dtype)
         moved = in_use + 2 * summed / strategy.used.grad.num_shards(sizes)
         accumulate_s = kernel_time(
             mesh.profiles.device, "memory", 0.0, moved, value.meta.dtype
@@ -183,9 +181,14 @@ def gradient_moves(
         dtype: In which gradients are summed; "" as they are stored.
     """
     if value.requires_grad:
-        size = float(value.meta.numel * DTYPE_BYTES[dtype] if dtype else _stored_bytes(value))
+        size = _summed_bytes(value, dtype)
         for move in transition(strategy.used.grad, strategy.spec, axis_sizes):
             yield move, size
+
+
+def _summed_bytes(value: Value, dtype: str) -> float:
+    """Bytes of a parameter's summed gradient; "" as it is stored."""
+    return float(value.meta.numel * DTYPE_BYTES[dtype] if dtype else _stored_bytes(value))
 
 
 def reduces_each(strategy: ParameterStrategy) -> bool:
