@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "solver": {*VOCABULARY, "runtime", "accuracy", "sharding", "costs", "plan"},
     "check": {"graph", "cluster", "runtime", "accuracy", "sharding", "costs", "solver"},
     "capture": {"graph", "canonical"},
-    "measure": {"graph", "placements", "cluster", "sharding", "costs", "executor"},
+    "measure": {"graph", "placements", "cluster", "sharding", "costs", "executor", "api"},
     "executor": {"graph", "placements", "plan", "capture", "sharding"},
     "render": {"placements", "schedule", "plan", "sizing"},
     "sizing": {"cluster", "plan"},

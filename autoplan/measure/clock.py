@@ -3,8 +3,8 @@
 
 On a CPU device time is the seconds that the process computed, which other programs on the machine
 do not lengthen; on CUDA it is what events say. Communication is timed by the wall. A timing is of
-several batches: the best one stands, as in `timeit`, for what disturbs a batch only ever adds to
-it; the median says how far the others were off.
+several batches: of kernels the best one stands, as in `timeit`, for what disturbs a batch only ever
+adds to it; the median says how far the others were off.
 """
 
 from __future__ import annotations

@@ -28,10 +28,12 @@ from autoplan.errors import ClusterError, ProfileError
 from autoplan.measure.host import measure_host
 from autoplan.measure.kernels import measure_device
 from autoplan.measure.links import LinkTimings, measure_links
+from autoplan.measure.steps import corrected, steps_beside
 from autoplan.measure.write import Machine, cluster_document, rows_json
 
 TIMEOUT_S = 1800
 QUICK_BATCH_S, BATCH_S = 0.008, 0.04
+QUICK_STEPS_S, STEPS_S = 0.5, 2.0
 
 Document = dict[str, Any]
 
@@ -132,19 +134,22 @@ def _measure(quick: bool) -> Document | None:
     links = LinkTimings()
     if world > 1:
         links = measure_links(device, per_host, quick=quick, batch_s=batch_s)
-        rank = dist.get_rank()
         machine = _machine(device, _hosts(world), per_host)
+        dist.barrier()
+    else:
+        machine = _machine(device, 1, 1)
+    rows = [*host.rows, *kernels.rows, *links.rows]
+    document = cluster_document(machine, host, kernels, links)
+    if machine.is_cpu:
+        factors = steps_beside(document, QUICK_STEPS_S if quick else STEPS_S)
+        document = corrected(document, factors)
+        rows += factors.rows
+    rank = dist.get_rank() if world > 1 else 0
+    if world > 1:
+        dist.barrier()
         if started:
             dist.destroy_process_group()
-    else:
-        rank, machine = 0, _machine(device, 1, 1)
-    if rank != 0:
-        return None
-    rows = [*host.rows, *kernels.rows, *links.rows]
-    return {
-        "cluster": cluster_document(machine, host, kernels, links),
-        "rows": rows_json(rows),
-    }
+    return {"cluster": document, "rows": rows_json(rows)} if rank == 0 else None
 
 
 def _hosts(world: int) -> int:

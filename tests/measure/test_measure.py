@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from autoplan.measure.host import Both, HostTimings
 from autoplan.measure.kernels import DeviceTimings
 from autoplan.measure.launch import _reason, measure_cluster
 from autoplan.measure.links import LinkTimings, shapes
+from autoplan.measure.steps import Factors, corrected
 from autoplan.measure.write import Machine, cluster_document
 from autoplan.schedule import finish_times, gpipe, replay
 
@@ -61,7 +63,7 @@ def test_group_shapes() -> None:
     assert across == [(2, 1, False), (2, 2, True), (4, 1, True)]
 
 
-def _document() -> dict[str, object]:
+def _document() -> dict[str, Any]:
     rows = [
         Row(what, 3, 1e-6, 1e-3, 0.05)
         for what in ("matmul", "passes", "attention", "AdamW", "elementwise", "shortest kernel")
@@ -92,7 +94,6 @@ def test_document_loads_with_complete_provenance() -> None:
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert cluster.intra_host.tables[0][2][0] == (1024.0, 2e-4)
     device = document["device"]
-    assert isinstance(device, dict)
     stated = device["provenance"]
     measured = {"memory_GiB", "memory_GBps", "peak_TFLOPs"}
     measured |= {f"kernel.{k}" for k in device["kernel"] if k != "efficiency"}
@@ -160,3 +161,19 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pat
     told = CliRunner().invoke(cli, ["profile", "--quick", "-o", str(tmp_path / "no" / "x.json")])
     assert told.exit_code == 2
     assert "Give a path in a folder that exists" in told.output
+
+
+def test_a_profile_is_corrected_by_what_steps_take() -> None:
+    """Host times times one factor, kernels times the other; optimizer and pipeline as measured."""
+    document = _document()
+    slower = corrected(document, Factors(host=3.0, kernels=2.0, error=0.04))
+    Cluster.from_json(slower)
+    before, after = _document()["device"], slower["device"]
+    assert after["memory_GBps"] == before["memory_GBps"] / 2
+    assert after["peak_TFLOPs"]["float32"] == before["peak_TFLOPs"]["float32"] / 2
+    host = before["kernel"]["host_us"]
+    assert after["kernel"]["host_us"]["op"] == [3 * t for t in host["op"]]
+    assert after["kernel"]["host_us"]["parameter"] == host["parameter"]
+    assert after["kernel"]["host_us"]["microbatch"] == host["microbatch"]
+    assert "times 3, as in steps" in after["provenance"]["kernel.host_us"]["note"]
+    assert document["device"] == before, "the first one is as it was"
