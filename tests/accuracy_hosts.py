@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -78,7 +79,7 @@ def _run(*command: str) -> None:
 
 def launch(hosts: Namespaces, world: int, command: list[str]) -> float:
     """Runs a command on `world` processes under torchrun, on each of the namespaces as a host of
-    its own; the CPU seconds that they took.
+    its own, which has its share of the cores; the CPU seconds that they took.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     names = hosts.names or ("",)
@@ -98,8 +99,14 @@ def launch(hosts: Namespaces, world: int, command: list[str]) -> float:
             environment["GLOO_SOCKET_IFNAME"] = "veth0"
             where = [f"--nnodes={len(names)}", f"--node-rank={i}"]
             where += ["--master-addr=10.77.0.1", "--master-port=29577"]
+        own = sorted(os.sched_getaffinity(0))[i :: len(names)]
         started.append(
-            subprocess.Popen([*inside, *torchrun, *where, *command], cwd=ROOT, env=environment)
+            subprocess.Popen(
+                [*inside, *torchrun, *where, *command],
+                cwd=ROOT,
+                env=environment,
+                preexec_fn=partial(os.sched_setaffinity, 0, own),
+            )
         )
     try:
         codes = [process.wait(TIMEOUT_S) for process in started]
