@@ -317,7 +317,7 @@ class Plan(Document, frozen=True, kw_only=True):
             f"{ratio:.2f} of the measured time"
             + (
                 f" (WARNING: more than {ACCURACY:.0%} off; the cluster file does not describe this "
-                "machine, or it was busy)"
+                "machine, which `autoplan profile` measures, or it was busy)"
                 if far
                 else ""
             )
