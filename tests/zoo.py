@@ -130,9 +130,15 @@ def check_gradients(rank: int, model: nn.Module, inputs: dict[str, Tensor]) -> N
     """One step on one device.
 
     Raises:
-        ValueError: A gradient is not finite.
+        ValueError: A gradient is not finite, or the loss is another one on every run.
     """
-    model(**inputs)["loss"].backward()
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(model(**inputs)["loss"])
+    if not torch.allclose(*losses, rtol=1e-6, atol=0.0):
+        raise ValueError("the model draws random numbers: no two runs of it are equal")
+    losses[0].backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             raise ValueError(f"the gradient of {name} is not finite")
