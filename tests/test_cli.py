@@ -152,6 +152,7 @@ def test_words_are_frozen() -> None:
         "validate": {"file", "--cluster"},
         "check": {"file", "--source", "--rows", "--plot", "--accuracy"},
         "demo": {"--cluster", "--pins", "--steps", "-o", "--output"},
+        "profile": {"--processes", "--quick", "-o", "--output"},
     }
     for command in cli.commands.values():
         assert common <= {word for p in command.params for word in p.opts}
