@@ -204,6 +204,26 @@ def test_what_cannot_be_kept_whole_is_refused_by_name(
     assert "test_custom_backward.py:" in message
 
 
+class Twice(Bent):
+    """Two functions of one name, which a plan could not tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__(Rounded)
+        self.first, self.second = (
+            type("Scaled", (Rounded,), {"forward": staticmethod(lambda x, k=k: (k * x).round())})
+            for k in (2.0, 3.0)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second.apply(self.first.apply(self.up(x))).square().mean()
+        return result
+
+
+def test_two_functions_of_one_name_are_refused() -> None:
+    with pytest.raises(autoplan.CaptureError, match="another class of that name"):
+        capture(Twice(), {"x": torch.randn(4, 8, dtype=torch.float64)})
+
+
 class Blocked(nn.Module):
     """A scale and a copy of a weight that carry no gradient, one of them an output as well."""
 

@@ -41,7 +41,7 @@ from parity_table import LAYOUTS, slow_cluster
 from pool import RemoteError, run_forked
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from zoo_models import SIZES, Entry, zoo
+from zoo_models import FAMILIES_PER_PROCESS, SIZES, Entry, select
 
 import autoplan
 from autoplan.capture import Captured, capture
@@ -57,7 +57,6 @@ TOLERANCE = {"float64": (1e-9, 1e-6), "float32": (1e-4, 1e-3)}
 NOISE = 0.1  # added to every weight: none is constant, no gate shut, attention is not uniform
 FAMILY_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 240.0
-FAMILIES_PER_PROCESS = 12  # torch keeps what it traced, and forks of much memory are slow
 PLAN_LIMIT_S = 180.0
 ONE = "one"  # the layout that stands for one device
 
@@ -432,12 +431,9 @@ def main() -> int:
     parser.add_argument("--exact", action="store_true")
     options = parser.parse_args()
     layouts = tuple(options.layouts.split(","))
-    wanted = set(filter(None, options.only.split(",")))
-    entries = [e for e in zoo(options.size) if not wanted or {e.name, e.family, e.task} & wanted]
     table = read_table()
-    if options.missing:
-        there = {name for name, _ in table}
-        entries = [e for e in entries if e.name not in there]
+    done_before = {name for name, _ in table} if options.missing else set()
+    entries = select(options.size, options.only, done_before)
     entries = entries[: options.limit]
     if not entries:
         parser.error(f"--only {options.only} names nothing of the zoo")

@@ -14,7 +14,7 @@ one device does, by design. What transformers itself cannot build raises from `b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 transformers.logging.set_verbosity_error()
 
 SIZES = ("full", "tiny")
+FAMILIES_PER_PROCESS = (
+    12  # of a sweep: torch keeps what it traced, and forks of much memory are slow
+)
 TASKS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -121,6 +124,15 @@ def zoo(size: str, task: str | None = None) -> Iterator[Entry]:
             for family, classes in families.items():
                 first = classes if isinstance(classes, str) else classes[0]
                 yield Entry(name, family, first, size)
+
+
+def select(size: str, only: str, done: Collection[str]) -> list[Entry]:
+    """Entries of a size: those that `only` names (names, families or tasks, with commas; "": all)
+    without those that are `done`.
+    """
+    wanted = set(filter(None, only.split(",")))
+    named = (e for e in zoo(size) if not wanted or {e.name, e.family, e.task} & wanted)
+    return [e for e in named if e.name not in done]
 
 
 def find(name: str, size: str) -> Entry:

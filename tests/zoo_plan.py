@@ -32,7 +32,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 import torch
 from torch import Tensor, nn
-from zoo_models import Entry, loss_of_logits, zoo
+from zoo_models import FAMILIES_PER_PROCESS, Entry, loss_of_logits, select
 
 import autoplan
 from autoplan.capture import capture
@@ -42,7 +42,6 @@ TABLE = Path(__file__).parent / "data" / "zoo_plan.csv"
 CLUSTER = "dgx-h100-1x8"
 OUTCOMES = ("planned", "refused", "fails", "broken")
 TIMEOUT_S = 300  # of the processor, as all seconds of the table: others may use the machine
-FAMILIES_PER_PROCESS = 12  # torch keeps what it traced; a new process does not
 
 
 @dataclass(frozen=True)
@@ -233,11 +232,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--table", type=Path, default=TABLE, help="where the rows are written")
     options = parser.parse_args()
-    wanted = set(filter(None, options.only.split(",")))
-    entries = [e for e in zoo("full") if not wanted or {e.name, e.family, e.task} & wanted]
     table = read_table(options.table)
-    if options.missing:
-        entries = [e for e in entries if e.name not in table]
+    entries = select("full", options.only, table if options.missing else ())
     entries = entries[: options.limit]
     if not entries:
         parser.error(f"--only {options.only} names nothing of the zoo")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function  # checked on 2.13
 
-from autoplan.capture.hand_written import keep_call, run_forward, why_not_whole
+from autoplan.capture.hand_written import keep_call, name_of, run_forward, why_not_whole
 from autoplan.errors import CaptureError
 
 LARGEST = 6  # sizes above it are made smaller in the comparison, equal ones equally
@@ -96,7 +96,7 @@ def check_calls(calls: Calls, model: nn.Module) -> frozenset[type[Function]]:
             f"the model cannot be captured at {calls.hooks[0]}: it has a backward hook, and a plan "
             "keeps the forward alone. Remove the hook, or use mode='infer'."
         )
-    whole = set()
+    whole: set[type[Function]] = set()
     for function, (args, where) in calls.found.items():
         told = [_agrees(function, args, scale, sign) for scale in _SCALES for sign in (-1, 1)]
         if False not in told and True in told:
@@ -105,6 +105,8 @@ def check_calls(calls: Calls, model: nn.Module) -> frozenset[type[Function]]:
             hindrance = why_not_whole(function, _made(args, 1.0, 1))
         except Exception as error:  # whatever it raises on inputs that it was not made for
             hindrance = f"it cannot be tried on small random inputs ({type(error).__name__})"
+        if name_of(function) in map(name_of, whole):
+            hindrance = "another class of that name is to be kept whole, too"
         if hindrance:
             raise CaptureError(
                 f"the model cannot be captured at {where}: {function.__name__} is a "

@@ -66,15 +66,14 @@ def keep_call(function: type[Function], args: tuple[object, ...]) -> Any:
             arguments.append(arg)  # type: ignore[arg-type]
     key = str(len(_calls))
     _calls[key] = WholeCall(function, tuple(arguments))
+    _known[name_of(function)] = function
     made = torch.ops.autoplan.function(tensors, key)
     return made[0] if _calls[key].is_single else tuple(made)
 
 
 def call_of(key: str) -> WholeCall:
     """The call that a traced op stands for."""
-    call = _calls[key]
-    _known[name_of(call.function)] = call.function
-    return call
+    return _calls[key]
 
 
 def name_of(function: type[Function]) -> str:

@@ -48,7 +48,7 @@ def profile(output: str, quick: bool, processes: int | None, as_json: bool, quie
     try:
         path.open("a").close()  # before minutes are spent
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # every rank of an outer torchrun tries
     except OSError as problem:
         raise ClusterError(
             f"cannot write {output}: {problem.strerror}. Give a path in a folder that exists."

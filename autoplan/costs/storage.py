@@ -128,23 +128,21 @@ def _add_seconds(
     cast_bytes = stored + in_use if value.stored_dtype else 0.0
     if passes or cast_bytes:
         optimizer_s = kernel_time(
-            mesh.profiles.device,
+            device,
             "memory",
             UPDATE_FLOP * stored,
             passes * stored + cast_bytes,
             value.stored_dtype or value.meta.dtype,
         ).time_s
     if trainable:
-        optimizer_s += mesh.profiles.device.host.parameter_s
+        optimizer_s += device.host.parameter_s
     table.optimizer_s.append(optimizer_s)
     accumulate_s = 0.0
     if trainable and strategy.zero < 3:
         # a microbatch's gradient and the sum so far are read, the sum is written
         summed = _summed_bytes(value, wishes.runtime.gradient_dtype)
         moved = in_use + 2 * summed / strategy.used.grad.num_shards(sizes)
-        accumulate_s = kernel_time(
-            mesh.profiles.device, "memory", 0.0, moved, value.meta.dtype
-        ).time_s
+        accumulate_s = kernel_time(device, "memory", 0.0, moved, value.meta.dtype).time_s
     table.accumulate_s.append(accumulate_s)
     table.gather_s.append(gather_s)
     table.gradient_s.append(gradient_s)

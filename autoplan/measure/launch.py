@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from autoplan.errors import ClusterError, ProfileError
 from autoplan.measure.host import measure_host
 from autoplan.measure.kernels import measure_device
 from autoplan.measure.links import LinkTimings, measure_links
-from autoplan.measure.steps import corrected, steps_beside
+from autoplan.measure.steps import corrected, reason, steps_beside
 from autoplan.measure.write import Machine, cluster_document, rows_json
 
 TIMEOUT_S = 1800
@@ -107,17 +106,9 @@ def _start(num_processes: int, result: Path, quick: bool) -> None:
         ) from late
     if done.returncode != 0:
         raise ProfileError(
-            f"a measuring process failed: {_reason(done.stderr)} Expected all {num_processes} "
+            f"a measuring process failed: {reason(done.stderr)} Expected all {num_processes} "
             "to finish. Try fewer --processes."
         )
-
-
-def _reason(stderr: str) -> str:
-    """The last line of the first traceback: what the processes died of."""
-    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in stderr.splitlines()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    text = next((line for line in errors if "ChildFailed" not in line), "it said nothing")
-    return text if text.endswith(".") else f"{text}."
 
 
 def _measure(quick: bool) -> Document | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -143,7 +144,7 @@ def steps_beside(document: Document, seconds: float) -> Factors:
     launch calls it at once.
 
     Raises:
-        ProfileError: The process failed; the message is its last line.
+        ProfileError: The process failed; the message says what of.
     """
     with tempfile.TemporaryDirectory() as folder:
         given, result = Path(folder) / "cluster.json", Path(folder) / "factors.json"
@@ -154,10 +155,9 @@ def steps_beside(document: Document, seconds: float) -> Factors:
             [*command, str(seconds)], env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise ProfileError(
-                f"measuring training steps failed: {last} Expected factors of host and kernels. "
-                "Try again with less else to do on the machine."
+                f"measuring training steps failed: {reason(done.stderr)} Expected factors of "
+                "host and kernels. Try again with less else to do on the machine."
             )
         found = json.loads(result.read_text())
     rows = tuple(Row(**row) for row in found.pop("rows"))
@@ -179,16 +179,12 @@ def corrected(document: Document, factors: Factors) -> Document:
         **kernel["host_us"],
         **{key: [t * host for t in kernel["host_us"][key]] for key in ("op", "conversion")},
     }
-    told = (
-        f"; times {{:.3g}}, as in steps of {len(factors.rows)} reference models, which "
-        f"the two factors tell within {factors.error:.0%}"
-    )
-    provenance = {
-        key: {**entry, "note": entry["note"] + told.format(host if "host" in key else slow)}
-        if _is_time(key)
-        else entry
-        for key, entry in device["provenance"].items()
-    }
+    models = f"{len(factors.rows)} reference models, told within {factors.error:.0%}"
+    provenance = dict(device["provenance"])
+    for key in filter(_is_time, provenance):
+        factor = host if key == "kernel.host_us" else slow
+        note = f"{provenance[key]['note']}; times {factor:.3g}, as in steps of {models}"
+        provenance[key] = {**provenance[key], "note": note}
     changed = {
         **device,
         "memory_GBps": device["memory_GBps"] / slow,
@@ -203,6 +199,14 @@ def _is_time(key: str) -> bool:
     return key.startswith(("peak", "memory_GBps", "kernel.packing", "kernel.launch")) or (
         key in ("kernel.host_us", "kernel.elementwise_GFLOPs")
     )
+
+
+def reason(stderr: str) -> str:
+    """The last line of the first traceback: what the processes died of."""
+    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in stderr.splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    text = next((line for line in errors if "ChildFailed" not in line), "it said nothing")
+    return text if text.endswith(".") else f"{text}."
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ from autoplan.measure.clock import Row
 from autoplan.measure.fit import Line, fit_line, fit_terms, rising
 from autoplan.measure.host import Both, HostTimings
 from autoplan.measure.kernels import DeviceTimings
-from autoplan.measure.launch import _reason, measure_cluster
+from autoplan.measure.launch import measure_cluster
 from autoplan.measure.links import LinkTimings, shapes
-from autoplan.measure.steps import Factors, corrected
+from autoplan.measure.steps import Factors, corrected, reason
 from autoplan.measure.write import Machine, cluster_document
 from autoplan.schedule import finish_times, gpipe, replay
 
@@ -126,7 +126,7 @@ def test_crowded_stages_conserve_work() -> None:
 
 def test_a_failing_process_is_one_line() -> None:
     text = "[rank1]: Traceback ...\n[rank1]: RuntimeError: no memory left\nChildFailedError: x"
-    assert _reason(text) == "RuntimeError: no memory left."
+    assert reason(text) == "RuntimeError: no memory left."
 
 
 @pytest.mark.distributed
